@@ -1,0 +1,67 @@
+"""Polar quantisation of key-value caches: about 4 bits a number, computed on where it lies.
+
+Start with :func:`preset`, :func:`encode` and :func:`decode`.  Names are imported on first use, so
+that importing the package compiles nothing and loads neither Numba nor torch.
+"""
+
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from polarquant_nb import analysis, evaluate, plot
+    from polarquant_nb.codebooks import Codebooks
+    from polarquant_nb.codec import decode, encode
+    from polarquant_nb.formats import FormatPair, PolarFormat
+    from polarquant_nb.pages import PolarPages
+    from polarquant_nb.presets import preset, presets
+    from polarquant_nb.threads import get_num_threads, set_num_threads
+
+__all__ = [
+    "Codebooks",
+    "FormatPair",
+    "PolarFormat",
+    "PolarPages",
+    "analysis",
+    "decode",
+    "encode",
+    "evaluate",
+    "get_num_threads",
+    "plot",
+    "preset",
+    "presets",
+    "set_num_threads",
+]
+
+_HOME = {
+    "Codebooks": "codebooks",
+    "FormatPair": "formats",
+    "PolarFormat": "formats",
+    "PolarPages": "pages",
+    "decode": "codec",
+    "encode": "codec",
+    "get_num_threads": "threads",
+    "preset": "presets",
+    "presets": "presets",
+    "set_num_threads": "threads",
+}
+
+try:
+    __version__ = version("polarquant-nb")
+except PackageNotFoundError:  # a source tree that is not installed
+    __version__ = "unknown"
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value = getattr(import_module(f"polarquant_nb.{_HOME[name]}"), name)
+    elif name in ("analysis", "evaluate", "plot"):
+        value = import_module(f"polarquant_nb.{name}")
+    else:
+        raise AttributeError(f"module 'polarquant_nb' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

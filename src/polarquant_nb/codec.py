@@ -1,0 +1,296 @@
+"""Encode vectors into pages, and decode them: arguments in, kernels over all threads, arrays out."""
+
+from __future__ import annotations
+
+import operator
+from functools import lru_cache
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from polarquant_nb.arrays import ArrayKind, StridedBuffer, new_array, open_array
+from polarquant_nb.codebooks import Codebooks
+from polarquant_nb.formats import FormatPair, PolarFormat
+from polarquant_nb.kernels import cpu
+from polarquant_nb.kernels.jit import Program, cpu_isa
+from polarquant_nb.layout import PAGE
+from polarquant_nb.pages import PolarPages
+from polarquant_nb.rotations import rotation_for
+from polarquant_nb.threads import run_ranges
+
+__all__ = ["decode", "encode", "kernel_shape"]
+
+_PAGES_PER_THREAD = 4  # a page takes some 10 µs, a thread some 50 to start
+
+Shape = tuple[int, int, int, int, int, int, int]
+
+
+def encode(
+    x: Any,
+    fmt: PolarFormat,
+    *,
+    codebooks: Codebooks | Literal["online"] | None = None,
+    nan: Literal["raise", "propagate"] = "raise",
+) -> PolarPages:
+    """Compress vectors: rotate, turn into a tree of angles and radii, store short codes.
+
+    Parameters
+    ----------
+    x : ndarray or torch.Tensor (CPU), shape ``(..., seq_len, head_dim)``
+        float16, bfloat16, float32 or float64, of any strides; read in place.  Keys after the
+        positional encoding, or values.  Tensors that require grad are detached.
+    fmt : PolarFormat
+        The format, for instance ``pq.preset("balanced", head_dim=128).keys``.
+    codebooks : Codebooks or 'online', optional
+        Fitted codebooks instead of the analytic ones: made beforehand by
+        :meth:`Codebooks.fit <polarquant_nb.Codebooks.fit>`, or with ``'online'`` fitted to this x.
+    nan : {'raise', 'propagate'}
+        What to do with rows that hold NaN or inf, or whose radius float16 cannot hold (65504):
+        raise, naming the first; or go on.  Then the former decode to NaN and stay out of the page
+        offset, the latter are stored with the largest radius, no other row is touched, and the
+        result counts both.
+
+    Returns
+    -------
+    PolarPages
+        Packed pages.
+
+    Raises
+    ------
+    TypeError
+        If ``x`` is no float array on the CPU, or ``fmt`` no PolarFormat.
+    ValueError
+        If the last axis is not ``fmt.head_dim`` long, the codebooks do not have the format's bits,
+        or (with ``nan="raise"``) a row cannot be stored.
+
+    References
+    ----------
+    Han et al., "PolarQuant", arXiv 2502.02617, Algorithm 1.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import polarquant_nb as pq
+    >>> x = np.random.default_rng(0).standard_normal((8, 1024, 128), dtype=np.float32)
+    >>> pages = pq.encode(x, pq.PolarFormat(head_dim=128, level_bits=(4, 2, 2, 2)))
+    >>> pages.bits_per_value
+    3.875
+    >>> error = pq.decode(pages) - x
+    >>> round(float((error**2).sum() / (x**2).sum()), 3)
+    0.032
+    """
+    _check_format(fmt)
+    if nan not in ("raise", "propagate"):
+        raise ValueError(f"nan is {nan!r}; it must be 'raise' or 'propagate'")
+    source = open_array(x)
+    *leading, seq_len, head_dim = source.shape
+    if head_dim != fmt.head_dim:
+        raise ValueError(
+            f"x has shape {source.shape}; its last axis must be fmt.head_dim = {fmt.head_dim}"
+        )
+    if codebooks is None:
+        codebooks = Codebooks.analytic(fmt)
+    elif codebooks == "online":
+        codebooks = Codebooks.fit(x, fmt)
+    if codebooks.level_bits != fmt.level_bits:
+        raise ValueError(
+            f"codebooks have {codebooks.level_bits} bits by level; the format has {fmt.level_bits}"
+        )
+    program, shape, rotation, _ = _prepared(fmt, codebooks.is_analytic)
+    thresholds = np.empty(0, np.float32) if codebooks.is_analytic else codebooks.thresholds()
+    num_pages = -(-seq_len // PAGE)
+    words = np.zeros((*leading, num_pages, fmt.layout.num_words), np.uint32)
+    events: list[npt.NDArray[np.int64]] = []  # per range: rows not finite, rows saturated
+
+    def encode_range(first: int, last: int) -> None:
+        here = np.zeros(2, np.int64)
+        cpu.encode_pages(
+            program, shape, source.flat, _element_kind(source.kind), _direct(source), source.bases,
+            source.strides, seq_len, (*rotation, thresholds), words.reshape(-1), first, last, here,
+        )  # fmt: skip
+        events.append(here)
+
+    run_ranges(encode_range, len(source.bases) * num_pages, _PAGES_PER_THREAD)
+    nonfinite, saturated = (sum(int(count[i]) for count in events) for i in (0, 1))
+    if nan == "raise" and nonfinite:
+        raise ValueError(_describe_nonfinite(source))
+    if nan == "raise" and saturated:
+        raise ValueError(_describe_saturated(words, seq_len, fmt))
+    return PolarPages(
+        fmt, words, seq_len, codebooks, source.kind,
+        num_nonfinite=nonfinite, num_saturated=saturated,
+    )  # fmt: skip
+
+
+def decode(pages: PolarPages, start: int = 0, stop: int | None = None, *, dtype: Any = None) -> Any:
+    """Reconstruct vectors from their codes.
+
+    Parameters
+    ----------
+    pages : PolarPages
+        What :func:`encode` returned.
+    start, stop : int, optional
+        Range of tokens, 0 ≤ start ≤ stop ≤ seq_len; all of them by default.
+    dtype : optional
+        'float16', 'bfloat16', 'float32' or 'float64', or a dtype of that name; by default the dtype
+        that was encoded.
+
+    Returns
+    -------
+    ndarray or torch.Tensor, shape ``(..., stop − start, head_dim)``
+        Of the array type that was encoded.
+
+    Raises
+    ------
+    TypeError
+        If ``pages`` is no PolarPages.
+    ValueError
+        If the range or dtype is not allowed.
+    """
+    if not isinstance(pages, PolarPages):
+        raise TypeError(f"pages is a {type(pages).__name__}; it must be a PolarPages, from encode()")
+    stop = pages.seq_len if stop is None else stop
+    start, stop = operator.index(start), operator.index(stop)
+    if not 0 <= start <= stop <= pages.seq_len:
+        raise ValueError(
+            f"start is {start} and stop {stop}; it must hold that 0 <= start <= stop <= seq_len = "
+            f"{pages.seq_len}"
+        )
+    kind = _result_kind(pages.kind, dtype)
+    fmt = pages.format
+    array, flat = new_array((*pages.shape[:-2], stop - start, fmt.head_dim), kind)
+    if flat.size == 0:
+        return array
+    rows = flat.size // ((stop - start) * fmt.head_dim)
+    bases = np.arange(rows, dtype=np.int64) * ((stop - start) * fmt.head_dim)
+    target = StridedBuffer(flat, bases, (fmt.head_dim, 1), (), kind)
+    program, shape, _, rotation = _prepared(fmt, pages.codebooks.is_analytic)
+    cosines = pages.codebooks.cosines()
+
+    def decode_range(first: int, last: int) -> None:
+        cpu.decode_pages(
+            program, shape, pages.words.reshape(-1), (*rotation, cosines), flat,
+            _element_kind(kind), _direct(target), bases, target.strides, start, stop,
+            pages.num_pages, first, last,
+        )  # fmt: skip
+
+    touched = -(-stop // PAGE) - start // PAGE
+    run_ranges(decode_range, rows * touched, _PAGES_PER_THREAD)
+    return array
+
+
+def kernel_shape(fmt: PolarFormat, lanes: int) -> Shape:
+    """Sizes that kernels take.
+
+    Parameters
+    ----------
+    fmt : PolarFormat
+        Format.
+    lanes : int
+        Tokens per register.
+
+    Returns
+    -------
+    tuple of int
+        lanes, head_dim, codes of a vector, words of a page, first word of its offset, kind of
+        offset (0 none, 1 int8, 2 float16), kind of rotation (0 none, 1 hadamard, 2 haar).
+    """
+    layout = fmt.layout
+    return (
+        lanes,
+        fmt.head_dim,
+        layout.num_nodes,
+        layout.num_words,
+        layout.offset_word,
+        {None: 0, "int8": 1, "float16": 2}[fmt.offset],
+        {"none": 0, "hadamard": cpu.HADAMARD, "haar": cpu.HAAR}[fmt.rotation],
+    )
+
+
+Factors = tuple[npt.NDArray[np.float32], ...]
+
+
+@lru_cache(maxsize=256)
+def _prepared(fmt: PolarFormat, analytic: bool) -> tuple[Program, Shape, Factors, Factors]:
+    """Program, sizes, and the rotation's flat factors to encode and to decode with."""
+    program = Program(
+        fmt.head_dim, fmt.level_bits, fmt.offset, fmt.rotation, not analytic, cpu_isa()
+    )
+    rotation = rotation_for(fmt)
+    signs, mix = rotation.signs.ravel(), rotation.mix.ravel()
+    forward, back = rotation.dense.ravel(), np.ascontiguousarray(rotation.dense.T).ravel()
+    shape = kernel_shape(fmt, program.lanes)
+    return program, shape, (signs, mix, forward), (signs, mix, back)
+
+
+def _check_format(fmt: object) -> None:
+    if isinstance(fmt, FormatPair):
+        raise TypeError("fmt is a FormatPair; encode takes one format: pair.keys or pair.values")
+    if not isinstance(fmt, PolarFormat):
+        raise TypeError(
+            f"fmt is {fmt!r}; it must be a PolarFormat, such as pq.preset('balanced', 128).keys"
+        )
+
+
+def _element_kind(kind: ArrayKind) -> int:
+    return {"float16": cpu.HALF, "bfloat16": cpu.BFLOAT}.get(kind.dtype, cpu.FLOAT)
+
+
+def _direct(buffer: StridedBuffer) -> npt.NDArray[np.float32]:
+    """The buffer again if kernels can use its rows in place, else nothing."""
+    in_place = buffer.flat.dtype == np.float32 and buffer.strides[1] == 1
+    return buffer.flat if in_place else np.empty(0, np.float32)
+
+
+def _result_kind(kind: ArrayKind, dtype: Any) -> ArrayKind:
+    if dtype is None:
+        return kind
+    name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
+    name = name.removeprefix("torch.")
+    if name not in ("float16", "bfloat16", "float32", "float64"):
+        raise ValueError(
+            f"dtype is {dtype!r}; it must be float16, bfloat16, float32 or float64, or None"
+        )
+    return ArrayKind(kind.family, name)
+
+
+def _describe_nonfinite(source: StridedBuffer) -> str:
+    """Where the first number is that is not finite; the slow path of an error."""
+    *leading, seq_len, head_dim = source.shape
+    for row, base in enumerate(source.bases):
+        for token in range(seq_len):
+            x = _row(source, int(base) + token * source.strides[0], head_dim)
+            for i in np.flatnonzero(~np.isfinite(x)):
+                index = (*_leading_index(row, leading), token, int(i))
+                return f"x is {x[i]} at index {index}; {_PROPAGATE} rows as NaN and go on"
+    raise AssertionError("a kernel reported a row that is not finite")
+
+
+def _describe_saturated(words: npt.NDArray[np.uint32], seq_len: int, fmt: PolarFormat) -> str:
+    *leading, num_pages, num_words = words.shape
+    radii = fmt.layout.read_radii(words.reshape(-1, num_pages, num_words))
+    radii = radii.reshape(len(radii), -1, fmt.num_blocks)[:, :seq_len]
+    row, token, _ = np.argwhere(radii == np.finfo(np.float16).max)[0]
+    return (
+        f"x at index {(*_leading_index(int(row), leading), int(token))} has a radius beyond 65504, "
+        f"the largest float16; scale x down, or {_PROPAGATE} radii as 65504 and go on"
+    )
+
+
+_PROPAGATE = "pass nan='propagate' to store such"
+
+
+def _leading_index(row: int, leading: list[int]) -> tuple[int, ...]:
+    return tuple(int(i) for i in np.unravel_index(row, leading)) if leading else ()
+
+
+def _row(source: StridedBuffer, start: int, head_dim: int) -> npt.NDArray[np.float32]:
+    """One row as float32, the way kernels see it."""
+    row = source.flat[start + source.strides[1] * np.arange(head_dim)]
+    if source.kind.dtype == "bfloat16":
+        return (row.astype(np.uint32) << 16).view(np.float32)
+    if source.kind.dtype == "float16":
+        row = row.view(np.float16)
+    with np.errstate(over="ignore"):
+        return row.astype(np.float32)

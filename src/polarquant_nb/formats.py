@@ -1,0 +1,177 @@
+"""PolarFormat: everything static that decides the bytes of a page, validated once."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from polarquant_nb.densities import MAX_BITS, relative_error
+from polarquant_nb.layout import PAGE, PageLayout, plan_page
+
+__all__ = ["MAX_HEAD_DIM", "FormatPair", "PolarFormat", "full_depth"]
+
+MAX_HEAD_DIM = 576
+
+OffsetKind = Literal["int8", "float16"]
+RotationKind = Literal["hadamard", "haar", "none"]
+
+
+@dataclass(frozen=True)
+class PolarFormat:
+    """How vectors of one head are stored.
+
+    Parameters
+    ----------
+    head_dim : int
+        Coordinates of a vector: a multiple of 16 from 16 to 576.
+    level_bits : sequence of int
+        Bits (1 to 6) of the angle codes of each level, level 1 first.  L levels make blocks of
+        ``2**L`` coordinates with one float16 radius each; ``2**L`` must divide ``head_dim``.  The
+        paper's setting is ``(4, 2, 2, 2)``.
+    offset : {None, 'int8', 'float16'}
+        Store each page's mean, and code the differences from it.  Keys carry a large, slowly
+        varying mean, values do not.  ``'int8'`` has one float16 scale per page.
+    rotation : {'hadamard', 'haar', 'none'}
+        The random rotation before the polar transform: two rounds of random signs and Hadamard
+        butterflies, a dense matrix drawn uniformly from the orthogonal group, or none.
+    seed : int
+        Of the rotation, 0 to 2**63 − 1.  Keys, values, layers and heads share one rotation.
+
+    Raises
+    ------
+    TypeError
+        If an argument has the wrong type.
+    ValueError
+        If an argument is outside what is stated above; the message names what is allowed.
+
+    References
+    ----------
+    Han et al., "PolarQuant", arXiv 2502.02617, section 4 and Algorithm 1.
+
+    Examples
+    --------
+    >>> fmt = PolarFormat(head_dim=128, level_bits=(4, 2, 2, 2))
+    >>> fmt.block_size, fmt.num_levels, fmt.bits_per_value
+    (16, 4, 3.875)
+    """
+
+    head_dim: int
+    level_bits: tuple[int, ...]
+    offset: OffsetKind | None = None
+    rotation: RotationKind = "hadamard"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        head_dim = _integer("head_dim", self.head_dim)
+        if not (16 <= head_dim <= MAX_HEAD_DIM and head_dim % 16 == 0):
+            raise ValueError(
+                f"head_dim is {head_dim}; it must be a multiple of 16 from 16 to {MAX_HEAD_DIM}"
+            )
+        if isinstance(self.level_bits, str) or not isinstance(self.level_bits, Sequence):
+            raise TypeError(
+                f"level_bits is {self.level_bits!r}; it must be a sequence of ints, such as (4, 2, 2, 2)"
+            )
+        bits = tuple(_integer("level_bits", b) for b in self.level_bits)
+        if not bits or not all(1 <= b <= MAX_BITS for b in bits):
+            raise ValueError(
+                f"level_bits is {bits}; it must hold at least one level, each of 1 to {MAX_BITS} bits"
+            )
+        deepest = (head_dim & -head_dim).bit_length() - 1
+        if len(bits) > deepest:
+            raise ValueError(
+                f"level_bits has {len(bits)} levels, blocks of {2 ** len(bits)} coordinates, which "
+                f"do not divide head_dim {head_dim}; it can have 1 to {deepest} levels"
+            )
+        if self.offset not in (None, "int8", "float16"):
+            raise ValueError(f"offset is {self.offset!r}; it must be None, 'int8' or 'float16'")
+        if self.rotation not in ("hadamard", "haar", "none"):
+            raise ValueError(
+                f"rotation is {self.rotation!r}; it must be 'hadamard', 'haar' or 'none'"
+            )
+        seed = _integer("seed", self.seed)
+        if not 0 <= seed < 2**63:
+            raise ValueError(f"seed is {seed}; it must be in 0..2**63 - 1")
+        for name, value in (("head_dim", head_dim), ("level_bits", bits), ("seed", seed)):
+            object.__setattr__(self, name, value)
+
+    @property
+    def num_levels(self) -> int:
+        """Levels of the polar tree, L."""
+        return len(self.level_bits)
+
+    @property
+    def block_size(self) -> int:
+        """Coordinates that share a radius, 2**L."""
+        return 2**self.num_levels
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks, and so float16 radii, of a vector."""
+        return self.head_dim // self.block_size
+
+    @property
+    def layout(self) -> PageLayout:
+        """Where the codes of a page are."""
+        return plan_page(self.head_dim, self.level_bits, self.offset)
+
+    @property
+    def page_nbytes(self) -> int:
+        """Bytes of a page of 128 tokens, everything counted."""
+        return 4 * self.layout.num_words
+
+    @property
+    def bits_per_value(self) -> float:
+        """Bits per stored number in a whole page: codes, padding, radii and offset."""
+        return 8 * self.page_nbytes / (PAGE * self.head_dim)
+
+    @property
+    def relative_error(self) -> float:
+        """Closed form of E‖x − x̂‖²/‖x‖², of x − μ where there is an offset: 2(1 − ∏ρ_ℓ)."""
+        return relative_error(self.level_bits)
+
+
+@dataclass(frozen=True)
+class FormatPair:
+    """The formats of a cache: one for keys, one for values.
+
+    Parameters
+    ----------
+    keys, values : PolarFormat
+        Their head_dims may differ.
+    """
+
+    keys: PolarFormat
+    values: PolarFormat
+
+    @property
+    def bits_per_value(self) -> float:
+        """Bits per stored number over keys and values together, in whole pages."""
+        nbytes = self.keys.page_nbytes + self.values.page_nbytes
+        return 8 * nbytes / (PAGE * (self.keys.head_dim + self.values.head_dim))
+
+
+def full_depth(head_dim: int, first: int, rest: int) -> tuple[int, ...]:
+    """Level bits of the deepest tree: ``first`` at level 1, ``rest`` at every level above.
+
+    Parameters
+    ----------
+    head_dim : int
+        A multiple of 16.
+    first, rest : int
+        Bits, b₁ and b₂.
+
+    Returns
+    -------
+    tuple of int
+        As many levels as the largest power of two that divides ``head_dim`` has.
+    """
+    return (first,) + (rest,) * ((head_dim & -head_dim).bit_length() - 2)
+
+
+def _integer(name: str, value: object) -> int:
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{name} is {value!r}; it must be an int") from None

@@ -1,0 +1,1 @@
+"""Kernels: arithmetic on pages, for one processor each."""

@@ -1,0 +1,367 @@
+"""Encode and decode pages on the CPU: the loops around the lane programs of ``polar.py``.
+
+A call works on a range of pages and touches nothing else, so that callers can split the pages over
+threads.  Vectors are one flat buffer, with the element at which each row of pages (one batch
+element and head) starts, and the strides of tokens and coordinates: any strided array is read and
+written in place.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from polarquant_nb.kernels.jit import inlined, kernel
+from polarquant_nb.kernels.polar import (
+    descend,
+    leaf_block,
+    load_block,
+    mix_column,
+    multiply_dense,
+    pack,
+    rotate_row,
+    store_block,
+    store_radii,
+    sum_rows,
+    tree_block,
+    unmix_column,
+    unpack,
+    upper_tree,
+)
+from polarquant_nb.layout import PAGE
+
+__all__ = ["BFLOAT", "FLOAT", "HALF", "decode_pages", "encode_pages"]
+
+FLOAT, HALF, BFLOAT = 0, 1, 2
+"""Kinds of elements: float32 or float64 as they are; float16 and bfloat16 as uint16."""
+
+HADAMARD, HAAR = 1, 2
+
+
+@kernel
+def encode_pages(program, shape, source, kind, direct, bases, strides, seq_len, tables, words,
+                 first, last, counts):  # fmt: skip
+    """Encode pages ``first .. last−1``, counted over rows and then pages.
+
+    Parameters
+    ----------
+    program : Program
+        Format, rotation and instruction set.
+    shape : tuple of int
+        See :func:`polarquant_nb.codec.kernel_shape`.
+    source : 1-d array of float32, float64 or uint16
+        The vectors' buffer.
+    kind : int
+        What its elements are: FLOAT, HALF or BFLOAT.
+    direct : 1-d array of float32
+        ``source`` again if it is float32 with neighbouring coordinates, else empty.
+    bases : 1-d array of int64
+        Element at which each row starts.
+    strides : tuple of two ints
+        Elements from token to token, and from coordinate to coordinate.
+    seq_len : int
+        Tokens of a row.
+    tables : tuple of 1-d arrays of float32
+        Signs, mix, dense matrix, thresholds; flat.
+    words : 1-d array of uint32
+        All pages, zero before.
+    first, last : int
+        Range of pages.
+    counts : array of int64, shape ``(2,)``
+        Increased by the number of rows that are not finite, and of saturated rows.
+    """
+    lanes, d, num_nodes, page_words, offset_word, offset_kind, rotation = shape
+    signs, mix, dense, thresholds = tables
+    T, U = np.empty(d * lanes, np.float32), np.empty(d * lanes, np.float32)
+    rows = np.empty(d * PAGE, np.float32)
+    codes = np.empty(num_nodes * lanes, np.uint32)
+    R = np.empty(d // 2 * lanes, np.float32)
+    bad = np.empty(PAGE, np.float32)
+    offset = np.zeros(d, np.float32)
+    events = np.zeros(32, np.uint32)
+    pages_per_row = (seq_len + PAGE - 1) // PAGE
+    for page in range(first, last):
+        start = page % pages_per_row * PAGE
+        live = min(PAGE, seq_len - start)
+        base = bases[page // pages_per_row] + start * strides[0]
+        word = page * page_words
+        bad[:] = np.float32(0)
+        # the page's rows: in place, or copied where they are not float32 or not all there
+        if direct.size and live == PAGE:
+            X, index, stride = direct, base, strides[0]
+        else:
+            _read_rows(source, kind, base, strides, live, d, rows)
+            rows[live * d :] = np.float32(0)
+            X, index, stride = rows, 0, d
+        if offset_kind:
+            sum_rows(program, X, index, stride, live, offset)
+            _finish_mean(X, index, stride, live, offset)
+            rotate_row(program, offset, signs, mix, dense)
+            _store_offset(offset, words, word + offset_word, offset_kind)
+        for lane in range(0, live, lanes):
+            for b in range(d // 16):
+                load_block(program, X, index + lane * stride, stride, b, signs, T, bad, lane)
+            Z = T
+            if rotation == HADAMARD:
+                for c in range(16):
+                    mix_column(program, c, signs, mix, T)
+            elif rotation == HAAR:
+                for b in range(d // 16):
+                    multiply_dense(program, b, T, dense, U)
+                Z = U
+            for b in range(d // 16):
+                tree_block(program, b, Z, offset, thresholds, codes, R)
+            upper_tree(program, thresholds, codes, R)
+            for t in range(live - lane, lanes):  # empty lanes hold zeros
+                for node in range(num_nodes):
+                    codes[node * lanes + t] = np.uint32(0)
+                for block in range(d // 2):
+                    R[block * lanes + t] = np.float32(0)
+            store_radii(program, R, bad, words, word, lane, events)
+            pack(program, codes, words, word, lane)
+    for t in range(16):
+        counts[0] += np.int64(events[t])
+        counts[1] += np.int64(events[16 + t])
+
+
+@kernel
+def decode_pages(program, shape, words, tables, target, kind, direct, bases, strides, begin, end,
+                 pages_per_row, first, last):  # fmt: skip
+    """Decode the part of pages ``first .. last−1`` that lies in tokens ``begin .. end−1``.
+
+    Parameters
+    ----------
+    program : Program
+        Format, rotation and instruction set.
+    shape : tuple of int
+        See :func:`polarquant_nb.codec.kernel_shape`.
+    words : 1-d array of uint32
+        All pages.
+    tables : tuple of 1-d arrays of float32
+        Signs, mix, dense matrix transposed, cosines; flat.
+    target : 1-d array of float32, float64 or uint16
+        Buffer of the vectors.
+    kind : int
+        What its elements are: FLOAT, HALF or BFLOAT.
+    direct : 1-d array of float32
+        ``target`` again if it is float32 with neighbouring coordinates, else empty.
+    bases : 1-d array of int64
+        Element of each row's token ``begin``.
+    strides : tuple of two ints
+        Elements from token to token, and from coordinate to coordinate.
+    begin, end : int
+        Range of tokens.
+    pages_per_row : int
+        Pages of a row.
+    first, last : int
+        Range of pages, counted over rows and then the pages that the tokens touch.
+    """
+    lanes, d, num_nodes, page_words, offset_word, offset_kind, rotation = shape
+    signs, mix, dense, cosines = tables
+    T, U = np.empty(d * lanes, np.float32), np.empty(d * lanes, np.float32)
+    rows = np.empty(d * lanes, np.float32)
+    codes = np.empty(num_nodes * lanes, np.uint32)
+    R = np.empty(d // 2 * lanes, np.float32)
+    offset = np.zeros(d, np.float32)
+    first_page = begin // PAGE
+    touched = (end + PAGE - 1) // PAGE - first_page
+    for item in range(first, last):
+        row, page = item // touched, first_page + item % touched
+        word = (row * pages_per_row + page) * page_words
+        if offset_kind:
+            _load_offset(words, word + offset_word, offset_kind, offset)
+        for lane in range(0, PAGE, lanes):
+            token = page * PAGE + lane
+            low, high = max(begin, token), min(end, token + lanes)
+            if low >= high:
+                continue
+            unpack(program, words, word, lane, codes)
+            descend(program, words, word, lane, cosines, codes, R)
+            for b in range(d // 16):
+                leaf_block(program, b, codes, R, cosines, offset, T)
+            Z = T
+            if rotation == HADAMARD:
+                for c in range(16):
+                    unmix_column(program, c, signs, mix, T)
+            elif rotation == HAAR:
+                for b in range(d // 16):
+                    multiply_dense(program, b, T, dense, U)
+                Z = U
+            index = bases[row] + (low - begin) * strides[0]
+            if direct.size and high - low == lanes:
+                for b in range(d // 16):
+                    store_block(program, b, signs, Z, direct, index, strides[0])
+            else:
+                for b in range(d // 16):
+                    store_block(program, b, signs, Z, rows, 0, d)
+                _write_rows(rows, (low - token) * d, high - low, d, target, kind, index, strides)
+
+
+# ---- page offsets --------------------------------------------------------------------------------
+
+
+@kernel
+def _finish_mean(X, index, stride, n, sums):
+    """Mean of ``n`` rows from their sums; where those are not finite, of the finite rows."""
+    d = sums.size
+    finite = True
+    for i in range(d):
+        finite &= math.isfinite(sums[i])
+    if not finite:
+        n = _sum_finite_rows(X, index, stride, n, sums)
+        for i in range(d):  # if the sum itself overflows, so will the radii
+            sums[i] = sums[i] if math.isfinite(sums[i]) else np.float32(0)
+    for i in range(d):
+        sums[i] /= np.float32(n)
+
+
+@kernel
+def _sum_finite_rows(X, index, stride, n, sums):
+    d, count = sums.size, 0
+    for i in range(d):
+        sums[i] = np.float32(0)
+    for t in range(n):
+        finite = True
+        for i in range(d):
+            finite &= math.isfinite(X[index + t * stride + i])
+        if finite:
+            count += 1
+            for i in range(d):
+                sums[i] += X[index + t * stride + i]
+    return max(count, 1)
+
+
+@kernel
+def _store_offset(offset, words, word, kind):
+    """Round the offset as it is stored, and store it: int8 and a float16 scale, or float16."""
+    d = offset.size
+    if kind == 2:
+        for i in range(d):
+            half = float_to_half(offset[i])
+            words[word + i // 2] |= np.uint32(half) << np.uint32(16 * (i % 2))
+            offset[i] = half_to_float(half)
+        return
+    largest = np.float32(0)
+    for i in range(d):
+        largest = max(largest, abs(offset[i]))
+    half = float_to_half(largest / np.float32(127))
+    scale = half_to_float(half)
+    for i in range(d):
+        code = np.float32(0)
+        if scale > 0:
+            code = np.rint(offset[i] / scale)
+            code = min(max(code, np.float32(-127)), np.float32(127))
+        byte = np.uint32(np.int32(code)) & np.uint32(0xFF)
+        words[word + i // 4] |= byte << np.uint32(8 * (i % 4))
+        offset[i] = code * scale
+    words[word + d // 4] = np.uint32(half)
+
+
+@kernel
+def _load_offset(words, word, kind, offset):
+    d = offset.size
+    if kind == 2:
+        for i in range(d):
+            half = words[word + i // 2] >> np.uint32(16 * (i % 2))
+            offset[i] = half_to_float(np.uint16(half & np.uint32(0xFFFF)))
+        return
+    scale = half_to_float(np.uint16(words[word + d // 4] & np.uint32(0xFFFF)))
+    for i in range(d):
+        byte = np.int32((words[word + i // 4] >> np.uint32(8 * (i % 4))) & np.uint32(0xFF))
+        offset[i] = np.float32(byte - 256 if byte > 127 else byte) * scale
+
+
+# ---- elements of other types ---------------------------------------------------------------------
+
+
+@inlined
+def half_to_float(half):
+    """Float32 of float16 bits."""
+    magnitude = (np.uint32(half) & np.uint32(0x7FFF)) << np.uint32(13)
+    if magnitude >= np.uint32(0x7C00 << 13):
+        value = np.uint32(magnitude | np.uint32(0x7F800000)).view(np.float32)
+    else:
+        value = np.uint32(magnitude).view(np.float32) * np.float32(2.0**112)
+    return -value if half & np.uint16(0x8000) else value
+
+
+@inlined
+def float_to_half(value):
+    """Float16 bits of a float32, to nearest, ties to even; beyond 65504 the largest, NaN stays."""
+    bits = np.float32(value).view(np.uint32)
+    sign = (bits >> np.uint32(16)) & np.uint32(0x8000)
+    bits &= np.uint32(0x7FFFFFFF)
+    if bits > np.uint32(0x7F800000):
+        half = np.uint32(0x7E00)
+    elif bits >= np.uint32(0x477FF000):
+        half = np.uint32(0x7BFF)
+    elif bits >= np.uint32(113 << 23):
+        odd = (bits >> np.uint32(13)) & np.uint32(1)
+        half = (bits + odd + np.uint32(0xFFF) - np.uint32(112 << 23)) >> np.uint32(13)
+    else:
+        shifted = np.float32(np.uint32(bits).view(np.float32) + np.float32(0.5))
+        half = np.float32(shifted).view(np.uint32) - np.uint32(0x3F000000)
+    return np.uint16(sign | half)
+
+
+@inlined
+def _bfloat_to_float(bits):
+    return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
+
+
+@inlined
+def _float_to_bfloat(value):
+    bits = np.float32(value).view(np.uint32)
+    if bits & np.uint32(0x7FFFFFFF) > np.uint32(0x7F800000):
+        return np.uint16(0x7FC0)
+    odd = (bits >> np.uint32(16)) & np.uint32(1)
+    return np.uint16((bits + odd + np.uint32(0x7FFF)) >> np.uint32(16))
+
+
+@kernel
+def _read_rows(source, kind, index, strides, n, d, rows):
+    """``n`` rows of any kind and stride to float32, one after another."""
+    if strides[1] == 1:  # the same loops, which LLVM then vectorises
+        for t in range(n):
+            _read_row(source, kind, index + t * strides[0], 1, d, rows, t * d)
+    else:
+        for t in range(n):
+            _read_row(source, kind, index + t * strides[0], strides[1], d, rows, t * d)
+
+
+@inlined
+def _read_row(source, kind, index, stride, d, rows, row):
+    if kind == HALF:
+        for i in range(d):
+            rows[row + i] = half_to_float(np.uint16(source[index + i * stride]))
+    elif kind == BFLOAT:
+        for i in range(d):
+            rows[row + i] = _bfloat_to_float(np.uint16(source[index + i * stride]))
+    else:
+        for i in range(d):
+            rows[row + i] = np.float32(source[index + i * stride])
+
+
+@kernel
+def _write_rows(rows, first, n, d, target, kind, index, strides):
+    """Inverse of :func:`_read_rows`."""
+    if strides[1] == 1:
+        for t in range(n):
+            _write_row(rows, first + t * d, d, target, kind, index + t * strides[0], 1)
+    else:
+        for t in range(n):
+            _write_row(rows, first + t * d, d, target, kind, index + t * strides[0], strides[1])
+
+
+@inlined
+def _write_row(rows, row, d, target, kind, index, stride):
+    if kind == HALF:
+        for i in range(d):
+            target[index + i * stride] = float_to_half(rows[row + i])
+    elif kind == BFLOAT:
+        for i in range(d):
+            target[index + i * stride] = _float_to_bfloat(rows[row + i])
+    else:
+        for i in range(d):
+            target[index + i * stride] = rows[row + i]

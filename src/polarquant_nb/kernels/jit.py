@@ -1,0 +1,122 @@
+"""Numba's flags, in one place, and the types that specialise kernels.
+
+Kernels for codes must be bit-exact on every machine, so nothing here relaxes floating point:
+``fastmath`` stays off, and LLVM neither contracts nor reorders.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import llvmlite.binding as llvm
+from numba import njit
+from numba.core import config, types
+from numba.extending import NativeValue, models, register_model, typeof_impl, unbox
+
+__all__ = ["ISA", "Program", "ProgramType", "cpu_isa", "inlined", "kernel"]
+
+ISA = Literal["avx512", "avx2", "portable"]
+
+
+def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``njit`` without the GIL, cached on disk where a cache directory can be written."""
+    options = {"nogil": True, "boundscheck": False, "error_model": "numpy"}
+    try:
+        return njit(cache=True, **options)(function)
+    except RuntimeError:  # no writable directory: compile once per process
+        return njit(**options)(function)
+
+
+def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``njit`` for helpers that are compiled as part of the kernel that calls them."""
+    return njit(inline="always", nogil=True, boundscheck=False, error_model="numpy")(function)
+
+
+@lru_cache(maxsize=1)
+def cpu_isa() -> ISA:
+    """The instruction set kernels are written for: what Numba compiles for on this machine.
+
+    ``NUMBA_CPU_NAME`` and ``NUMBA_CPU_FEATURES`` are respected.
+    """
+    if config.CPU_FEATURES is not None:
+        features = set(config.CPU_FEATURES.split(","))
+    elif config.CPU_NAME == "generic":
+        features = set()
+    else:
+        features = {f"+{name}" for name, has in llvm.get_host_cpu_features().items() if has}
+    if {"+avx512f", "+avx512vl", "+avx512dq", "+avx512bw"} <= features:
+        return "avx512"
+    return "avx2" if {"+avx2", "+fma"} <= features else "portable"
+
+
+@lru_cache(maxsize=1)
+def _source_fingerprint() -> str:
+    """Changes when a kernel module does: Numba's disk cache watches one file only."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Program:
+    """What the kernels of a format are specialised on; equal programs share compiled code.
+
+    Parameters
+    ----------
+    head_dim : int
+        Coordinates of a vector.
+    level_bits : tuple of int
+        Bits of each level's codes.
+    offset : {None, 'int8', 'float16'}
+        Page offset.
+    rotation : {'hadamard', 'haar', 'none'}
+        Kind of rotation.
+    fitted : bool
+        Whether codebooks are fitted (thresholds read from memory) rather than analytic.
+    isa : {'avx512', 'avx2', 'portable'}
+        Instruction set.
+    """
+
+    head_dim: int
+    level_bits: tuple[int, ...]
+    offset: str | None
+    rotation: str
+    fitted: bool
+    isa: ISA
+
+    @property
+    def lanes(self) -> int:
+        """Tokens per vector register."""
+        return 16 if self.isa == "avx512" else 8
+
+    @property
+    def num_groups(self) -> int:
+        """Odd part of head_dim: groups that the rotation mixes densely."""
+        return self.head_dim // (self.head_dim & -self.head_dim)
+
+
+class ProgramType(types.Type):  # type: ignore[misc]
+    """Numba type of a :class:`Program`: the program is known when a kernel is compiled."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        super().__init__(name=f"{program!r}/{_source_fingerprint()}")
+
+
+@typeof_impl.register(Program)
+def _typeof_program(value: Program, _context: object) -> ProgramType:
+    return ProgramType(value)
+
+
+register_model(ProgramType)(models.OpaqueModel)
+
+
+@unbox(ProgramType)
+def _unbox_program(_type: ProgramType, _value: object, c: Any) -> NativeValue:
+    return NativeValue(c.context.get_dummy_value())

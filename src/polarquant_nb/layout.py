@@ -1,0 +1,262 @@
+"""Where each code sits in a page: the only module that knows bit positions and word offsets.
+
+A *page* holds 128 consecutive tokens of one head as a run of uint32 words.  Tokens are *lanes*: the
+page is a stack of *rows*, and a row gives every lane the same number of bits,
+
+    word rows   128 × 32 bits   several codes each, the same codes for every lane
+    radii       128 × 16 bits   one float16 row per block
+    tail rows   128 × 16 or 8   the codes left over, where a whole word row would be wasteful
+    offset      head_dim × int8 (or float16), and for int8 one word with the float16 scale
+
+so that 16 neighbouring lanes of a row are one vector register on a CPU, and 32 are one coalesced
+load on a GPU.  A row narrower than 32 bits is little-endian: lane t of a 16-bit row is half t & 1
+of word t >> 1.  No code straddles two rows.
+
+Which codes share a row is planned once per format.  Rows are filled by *mixes* (so many codes of
+each width) chosen to waste the fewest bits; codes go to rows in the order of the coordinates they
+belong to, so that the codes of neighbouring coordinates are close.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["PAGE", "PageLayout", "Row", "plan_page"]
+
+PAGE = 128
+"""Tokens of a page."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a page: where it starts, how wide a lane is, and the codes in a lane.
+
+    Parameters
+    ----------
+    word : int
+        First word of the row, counted from the start of the page.
+    width : int
+        Bits of a lane: 32, 16 or 8.
+    fields : tuple of (int, int)
+        ``(node, shift)``: which code, and its lowest bit within the lane.
+    """
+
+    word: int
+    width: int
+    fields: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """The plan of one page.
+
+    *Nodes* are the codes of a vector, numbered level by level: the d/2 of level 1 first, then the
+    d/4 of level 2, and so on; ``level_start[ℓ−1]`` is the first node of level ℓ.
+
+    Parameters
+    ----------
+    head_dim : int
+        Coordinates of a vector.
+    level_bits : tuple of int
+        Bits of each level's codes.
+    code_rows : tuple of Row
+        Rows that hold codes, the word rows first.
+    radius_words : tuple of int
+        First word of each block's radius row.
+    offset_word : int
+        First word of the offset.
+    offset_words : int
+        Words of the offset, 0 without.
+    num_words : int
+        Words of a page.
+    """
+
+    head_dim: int
+    level_bits: tuple[int, ...]
+    code_rows: tuple[Row, ...] = field(repr=False)
+    radius_words: tuple[int, ...] = field(repr=False)
+    offset_word: int
+    offset_words: int
+    num_words: int
+
+    @property
+    def num_nodes(self) -> int:
+        """Codes of a vector."""
+        return sum(self.head_dim >> level for level in range(1, len(self.level_bits) + 1))
+
+    @property
+    def level_start(self) -> tuple[int, ...]:
+        """First node of each level."""
+        counts = [self.head_dim >> level for level in range(1, len(self.level_bits) + 1)]
+        return tuple(sum(counts[:level]) for level in range(len(counts)))
+
+    @property
+    def padding_bits(self) -> int:
+        """Bits of a lane that hold nothing."""
+        codes = sum(b * (self.head_dim >> level) for level, b in enumerate(self.level_bits, 1))
+        return sum(row.width for row in self.code_rows) - codes
+
+    def node_bits(self) -> npt.NDArray[np.int64]:
+        """Bits of every node, ``(num_nodes,)``."""
+        return np.repeat(
+            self.level_bits, [self.head_dim >> level for level in range(1, len(self.level_bits) + 1)]
+        ).astype(np.int64)
+
+    def read_codes(self, words: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint8]:
+        """Codes of whole pages, for inspection and tests.
+
+        Parameters
+        ----------
+        words : ndarray of uint32, shape ``(..., num_words)``
+            Packed pages.
+
+        Returns
+        -------
+        ndarray of uint8, shape ``(..., 128, num_nodes)``
+            Codes, level 1 first.
+        """
+        codes = np.zeros((*words.shape[:-1], PAGE, self.num_nodes), np.uint8)
+        bits = self.node_bits()
+        for row in self.code_rows:
+            lanes = self._row_lanes(words, row.word, row.width)
+            for node, shift in row.fields:
+                codes[..., node] = (lanes >> np.uint32(shift)) & np.uint32((1 << bits[node]) - 1)
+        return codes
+
+    def read_radii(self, words: npt.NDArray[np.uint32]) -> npt.NDArray[np.float16]:
+        """Radii of whole pages, ``(..., 128, num_blocks)`` from words ``(..., num_words)``."""
+        rows = [self._row_lanes(words, word, 16) for word in self.radius_words]
+        return np.stack(rows, -1).astype(np.uint16).view(np.float16)
+
+    def _row_lanes(
+        self, words: npt.NDArray[np.uint32], word: int, width: int
+    ) -> npt.NDArray[np.uint32]:
+        row = np.ascontiguousarray(words[..., word : word + PAGE * width // 32]).astype("<u4")
+        return row.view(f"<u{width // 8}").astype(np.uint32)
+
+
+@lru_cache(maxsize=None)
+def plan_page(head_dim: int, level_bits: tuple[int, ...], offset: str | None = None) -> PageLayout:
+    """Plan a page of a format (whose arguments are already validated).
+
+    Parameters
+    ----------
+    head_dim : int
+        Coordinates of a vector.
+    level_bits : tuple of int
+        Bits of each level's codes.
+    offset : {None, 'int8', 'float16'}
+        How the page offset is stored.
+
+    Returns
+    -------
+    PageLayout
+        The plan; equal arguments give the same object.
+    """
+    nodes = _nodes_in_order(head_dim, level_bits)
+    counts = Counter(bits for _, bits in nodes)
+    queues = {bits: [node for node, b in nodes if b == bits] for bits in counts}
+
+    filled = []
+    for width, mix in _choose_mixes(counts):
+        fields, shift = [], 0
+        for bits, count in mix.items():
+            for _ in range(count):
+                fields.append((queues[bits].pop(0), shift))
+                shift += bits
+        filled.append((width, tuple(fields)))
+
+    word, code_rows, radius_words = 0, [], []
+    for width, fields in filled:
+        if width < 32 and not radius_words:
+            word, radius_words = _radius_rows(word, head_dim >> len(level_bits))
+        code_rows.append(Row(word, width, fields))
+        word += PAGE * width // 32
+    if not radius_words:
+        word, radius_words = _radius_rows(word, head_dim >> len(level_bits))
+
+    offset_words = {None: 0, "int8": head_dim // 4 + 1, "float16": head_dim // 2}[offset]
+    return PageLayout(
+        head_dim, level_bits, tuple(code_rows), tuple(radius_words), word, offset_words,
+        word + offset_words,
+    )  # fmt: skip
+
+
+def _radius_rows(word: int, num_blocks: int) -> tuple[int, list[int]]:
+    rows = [word + block * PAGE // 2 for block in range(num_blocks)]
+    return word + num_blocks * PAGE // 2, rows
+
+
+def _nodes_in_order(head_dim: int, level_bits: Sequence[int]) -> list[tuple[int, int]]:
+    """(node, bits) sorted by coordinate: levels 1–3 (8 coordinates) first, upper levels last."""
+    nodes, start = [], 0
+    for level, bits in enumerate(level_bits, 1):
+        for i in range(head_dim >> level):
+            nodes.append(((level > 3, i << level, level), start + i, bits))
+        start += head_dim >> level
+    return [(node, bits) for _, node, bits in sorted(nodes)]
+
+
+Mix = tuple[int, ...]  # how many codes of each width
+
+
+def _choose_mixes(counts: Counter[int]) -> list[tuple[int, dict[int, int]]]:
+    """Rows ``(width, {bits: codes})`` that hold ``counts`` codes in few bits, word rows first.
+
+    Row after row takes the mix that wastes the fewest bits and, among those, the one nearest to
+    the proportions of what is left, so that full mixes last as long as possible.  The preset
+    formats at head_dim 64, 128 and 256 waste 1 to 4 bits a vector.  Rows rich in the widest codes
+    come first: they hold the codes of level 1.
+    """
+    widths = tuple(sorted(counts, reverse=True))
+    left = np.array([counts[bits] for bits in widths])
+    rows: list[tuple[int, Mix]] = []
+    while (left @ widths) > 32:
+        mixes = np.array(_full_mixes(32, widths, left))
+        waste = 32 - mixes @ widths
+        unevenness = np.abs(mixes / (mixes @ widths)[:, None] - left / (left @ widths)).sum(1)
+        best = mixes[np.lexsort((unevenness, waste))[0]]
+        rows.append((32, tuple(best)))
+        left = left - best
+    rows += _last_rows(widths, tuple(left))
+    rows.sort(key=lambda row: (-row[0], tuple(-n for n in row[1])))
+    return [(w, {b: int(n) for b, n in zip(widths, mix, strict=True) if n}) for w, mix in rows]
+
+
+def _last_rows(widths: Mix, left: Mix) -> list[tuple[int, Mix]]:
+    """The codes of the last 32 bits or fewer, in the narrowest rows that hold them."""
+    bits = int(np.dot(left, widths))
+    for width in (8, 16):
+        if bits <= width:
+            return [(width, left)]
+    if bits <= 24:
+        for mix in _full_mixes(8, widths, left):
+            rest = tuple(np.subtract(left, mix))
+            if np.dot(rest, widths) <= 16:
+                return [(16, rest), (8, mix)]
+    return [(32, left)]
+
+
+def _full_mixes(capacity: int, widths: Mix, left: npt.ArrayLike) -> list[Mix]:
+    """Mixes of at most ``capacity`` bits to which no code that is left can be added."""
+    have = np.asarray(left)
+    found: list[Mix] = []
+
+    def grow(mix: Mix, room: int) -> None:
+        k = len(mix)
+        if k < len(widths):
+            for n in range(min(room // widths[k], have[k]), -1, -1):
+                grow((*mix, n), room - n * widths[k])
+        elif any(mix) and all(
+            room < bits or n == most for bits, n, most in zip(widths, mix, have, strict=True)
+        ):
+            found.append(mix)
+
+    grow((), capacity)
+    return found

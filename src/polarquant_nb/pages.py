@@ -1,0 +1,145 @@
+"""PolarPages: vectors in packed pages, and what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from polarquant_nb.arrays import ArrayKind
+from polarquant_nb.codebooks import Codebooks
+from polarquant_nb.formats import PolarFormat
+from polarquant_nb.layout import PAGE
+
+__all__ = ["PolarPages"]
+
+
+@dataclass(frozen=True, eq=False)
+class PolarPages:
+    """Compressed vectors ``(..., seq_len, head_dim)``, in pages of 128 tokens.
+
+    Made by :func:`polarquant_nb.encode`.
+
+    Parameters
+    ----------
+    format : PolarFormat
+        Decides the bytes.
+    words : ndarray of uint32, shape ``(..., num_pages, page_nbytes / 4)``
+        The packed pages; see the notation-and-layout page.  The last page may be partial: its
+        remaining lanes are zero.
+    seq_len : int
+        Tokens.
+    codebooks : Codebooks
+        Codeword angles.
+    kind : ArrayKind
+        What :meth:`decode` returns unless told otherwise.
+    num_nonfinite : int
+        Rows that held NaN or inf when they were encoded (with ``nan="propagate"``).
+    num_saturated : int
+        Rows with a radius beyond float16, stored as 65504 (with ``nan="propagate"``).
+    """
+
+    format: PolarFormat
+    words: npt.NDArray[np.uint32] = field(repr=False)
+    seq_len: int
+    codebooks: Codebooks = field(repr=False)
+    kind: ArrayKind
+    num_nonfinite: int = 0
+    num_saturated: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """``(..., seq_len, head_dim)``."""
+        return (*self.words.shape[:-2], self.seq_len, self.format.head_dim)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of each row, the last one maybe partial."""
+        return int(self.words.shape[-2])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held: whole pages, and codebooks where they are fitted."""
+        return self.words.nbytes + self.codebooks.nbytes
+
+    @property
+    def bits_per_value(self) -> float:
+        """Bits held per stored number; more than the format's where the last page is partial."""
+        values = prod(self.shape)
+        return 8 * self.nbytes / values if values else float("nan")
+
+    def decode(self, start: int = 0, stop: int | None = None, *, dtype: Any = None) -> Any:
+        """Reconstruct tokens ``start .. stop−1``; see :func:`polarquant_nb.decode`.
+
+        Parameters
+        ----------
+        start, stop : int, optional
+            Range of tokens, 0 ≤ start ≤ stop ≤ seq_len; all of them by default.
+        dtype : optional
+            'float16', 'bfloat16', 'float32' or 'float64', or a dtype of that name.
+
+        Returns
+        -------
+        ndarray or torch.Tensor, shape ``(..., stop − start, head_dim)``
+            Of the array type that went in.
+        """
+        from polarquant_nb.codec import decode
+
+        return decode(self, start, stop, dtype=dtype)
+
+    @staticmethod
+    def concatenate(parts: Sequence[PolarPages]) -> PolarPages:
+        """Join along seq_len; pages are copied as they are, never decoded.
+
+        Parameters
+        ----------
+        parts : sequence of PolarPages
+            Of one format, codebooks and leading shape; all but the last hold whole pages.
+
+        Returns
+        -------
+        PolarPages
+            With the array kind of the first part.
+
+        Raises
+        ------
+        ValueError
+            If there is no part, formats, codebooks or leading shapes differ, or a part but the
+            last one ends in a partial page.
+        """
+        if not parts:
+            raise ValueError("parts is empty; it must hold at least one PolarPages")
+        first = parts[0]
+        for i, part in enumerate(parts):
+            if part.format != first.format:
+                raise ValueError(f"parts[{i}] has {part.format}; parts[0] has {first.format}")
+            if part.shape[:-2] != first.shape[:-2]:
+                raise ValueError(
+                    f"parts[{i}] has leading shape {part.shape[:-2]}; parts[0] has {first.shape[:-2]}"
+                )
+            if part.codebooks is not first.codebooks and not _same(part.codebooks, first.codebooks):
+                raise ValueError(f"parts[{i}] was encoded with other codebooks than parts[0]")
+            if part.seq_len % PAGE and i < len(parts) - 1:
+                raise ValueError(
+                    f"parts[{i}] has {part.seq_len} tokens; all parts but the last must hold whole "
+                    f"pages, a multiple of {PAGE}"
+                )
+        return PolarPages(
+            format=first.format,
+            words=np.concatenate([part.words for part in parts], -2),
+            seq_len=sum(part.seq_len for part in parts),
+            codebooks=first.codebooks,
+            kind=first.kind,
+            num_nonfinite=sum(part.num_nonfinite for part in parts),
+            num_saturated=sum(part.num_saturated for part in parts),
+        )
+
+
+def _same(a: Codebooks, b: Codebooks) -> bool:
+    return a.is_analytic == b.is_analytic and all(
+        np.array_equal(x, y) for x, y in zip(a.angles, b.angles, strict=True)
+    )

@@ -1,0 +1,201 @@
+"""The whole algorithm in plain NumPy float64, with the paper's symbols: the oracle of the tests.
+
+Nothing here is fast and nothing is clever: angles by ``atan2``, codes by comparing with every
+codeword.  The kernels must give the same codes, except within about 1e-6 of a cell boundary, where
+float32 and float64 may fall on different sides.
+
+References
+----------
+Han et al., "PolarQuant", arXiv 2502.02617: Definition 1 (polar transform), Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from polarquant_nb.densities import codeword_angles
+from polarquant_nb.formats import PolarFormat
+from polarquant_nb.layout import PAGE
+from polarquant_nb.rotations import rotation_for
+
+__all__ = [
+    "ReferenceCodes",
+    "decode",
+    "encode",
+    "inverse_polar_transform",
+    "page_offsets",
+    "polar_transform",
+]
+
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class ReferenceCodes:
+    """What a format stores of ``(..., seq_len, head_dim)`` vectors.
+
+    Parameters
+    ----------
+    codes : list of ndarray of int64
+        Per level ℓ, ``(..., seq_len, head_dim / 2**ℓ)``.
+    radii : ndarray of float16, shape ``(..., seq_len, num_blocks)``
+        Block norms.
+    offsets : ndarray of float64, shape ``(..., num_pages, head_dim)``, or None
+        Page means as they are stored, in rotated space.
+    """
+
+    codes: list[npt.NDArray[np.int64]]
+    radii: npt.NDArray[np.float16]
+    offsets: FloatArray | None
+
+
+def polar_transform(r: npt.ArrayLike, num_levels: int) -> tuple[list[FloatArray], FloatArray]:
+    """Definition 1: the angles of every level, and the radius of every block.
+
+    With r⁽⁰⁾ = r, for ℓ = 1..L:
+    ψ_j⁽ℓ⁾ = atan2(r⁽ℓ⁻¹⁾_{2j}, r⁽ℓ⁻¹⁾_{2j−1}) and r_j⁽ℓ⁾ = ‖(r⁽ℓ⁻¹⁾_{2j−1}, r⁽ℓ⁻¹⁾_{2j})‖.
+
+    Parameters
+    ----------
+    r : array_like, shape ``(..., d)``
+        Rotated vectors; 2**num_levels divides d.
+    num_levels : int
+        L.
+
+    Returns
+    -------
+    angles : list of ndarray of float64
+        Level ℓ has shape ``(..., d / 2**ℓ)``; radians in [0, 2π) at level 1, [0, π/2] above.
+    radii : ndarray of float64, shape ``(..., d / 2**L)``
+        Norms of the blocks.
+
+    Examples
+    --------
+    >>> angles, radii = polar_transform([3.0, 4.0, 4.0, 3.0], 2)
+    >>> [psi.round(3).tolist() for psi in angles], radii.round(3).tolist()
+    ([[0.927, 0.644], [0.785]], [7.071])
+    """
+    r = np.asarray(r, np.float64)
+    angles = []
+    for level in range(1, num_levels + 1):
+        first, second = r[..., 0::2], r[..., 1::2]
+        psi = np.arctan2(second, first)
+        angles.append(psi % (2 * np.pi) if level == 1 else psi)
+        r = np.hypot(first, second)
+    return angles, r
+
+
+def inverse_polar_transform(angles: Sequence[npt.ArrayLike], radii: npt.ArrayLike) -> FloatArray:
+    """Undo :func:`polar_transform`: r⁽ℓ⁻¹⁾ = (r⁽ℓ⁾ cos ψ, r⁽ℓ⁾ sin ψ), for ℓ = L..1.
+
+    Parameters
+    ----------
+    angles : sequence of array_like
+        Level ℓ of shape ``(..., d / 2**ℓ)``, radians.
+    radii : array_like, shape ``(..., d / 2**L)``
+        Norms of the blocks.
+
+    Returns
+    -------
+    ndarray of float64, shape ``(..., d)``
+        Rotated vectors.
+    """
+    r = np.asarray(radii, np.float64)
+    for psi in reversed([np.asarray(level, np.float64) for level in angles]):
+        r = np.stack([r * np.cos(psi), r * np.sin(psi)], -1).reshape(*r.shape[:-1], -1)
+    return r
+
+
+def page_offsets(r: FloatArray, fmt: PolarFormat) -> FloatArray:
+    """Mean of each page's rotated tokens, rounded as the format stores it.
+
+    Parameters
+    ----------
+    r : ndarray of float64, shape ``(..., seq_len, head_dim)``
+        Rotated vectors.
+    fmt : PolarFormat
+        Its ``offset`` decides on the rounding.
+
+    Returns
+    -------
+    ndarray of float64, shape ``(..., num_pages, head_dim)``
+        Offsets.
+    """
+    starts = range(0, r.shape[-2], PAGE)
+    mean = np.stack([r[..., start : start + PAGE, :].mean(-2) for start in starts], -2)
+    if fmt.offset == "float16":
+        return mean.astype(np.float16).astype(np.float64)
+    scale = (np.abs(mean).max(-1, keepdims=True) / 127).astype(np.float16).astype(np.float64)
+    codes = np.clip(np.round(mean / np.where(scale > 0, scale, 1)), -127, 127)
+    return codes * scale
+
+
+def encode(
+    x: npt.ArrayLike, fmt: PolarFormat, codebooks: Sequence[npt.ArrayLike] | None = None
+) -> ReferenceCodes:
+    """Rotate, subtract the page offset, transform, and take the nearest codewords (Algorithm 1).
+
+    Parameters
+    ----------
+    x : array_like, shape ``(..., seq_len, head_dim)``
+        Finite vectors.
+    fmt : PolarFormat
+        Format.
+    codebooks : sequence of array_like, optional
+        Codeword angles of each level; by default the analytic ones.
+
+    Returns
+    -------
+    ReferenceCodes
+        Codes, float16 radii and offsets.
+    """
+    r = rotation_for(fmt).apply(x)
+    offsets = None
+    if fmt.offset is not None:
+        offsets = page_offsets(r, fmt)
+        r = r - np.repeat(offsets, PAGE, -2)[..., : r.shape[-2], :]
+    angles, radii = polar_transform(r, fmt.num_levels)
+    codes = []
+    for level, (psi, codewords) in enumerate(zip(angles, _angles(fmt, codebooks), strict=True), 1):
+        distance = np.abs(psi[..., None] - codewords)
+        if level == 1:
+            distance = np.minimum(distance, 2 * np.pi - distance)
+        codes.append(distance.argmin(-1))
+    return ReferenceCodes(codes, radii.astype(np.float16), offsets)
+
+
+def decode(
+    encoded: ReferenceCodes, fmt: PolarFormat, codebooks: Sequence[npt.ArrayLike] | None = None
+) -> FloatArray:
+    """Vectors from codes, float16 radii and offsets.
+
+    Parameters
+    ----------
+    encoded : ReferenceCodes
+        Of the same format.
+    fmt : PolarFormat
+        Format.
+    codebooks : sequence of array_like, optional
+        As in :func:`encode`.
+
+    Returns
+    -------
+    ndarray of float64, shape ``(..., seq_len, head_dim)``
+        Reconstruction x̂.
+    """
+    tables = _angles(fmt, codebooks)
+    angles = [table[code] for table, code in zip(tables, encoded.codes, strict=True)]
+    r = inverse_polar_transform(angles, encoded.radii)
+    if encoded.offsets is not None:
+        r = r + np.repeat(encoded.offsets, PAGE, -2)[..., : r.shape[-2], :]
+    return rotation_for(fmt).invert(r)
+
+
+def _angles(fmt: PolarFormat, codebooks: Sequence[npt.ArrayLike] | None) -> list[FloatArray]:
+    if codebooks is None:
+        return [codeword_angles(level, bits) for level, bits in enumerate(fmt.level_bits, 1)]
+    return [np.asarray(codewords, np.float64) for codewords in codebooks]

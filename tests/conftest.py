@@ -1,0 +1,10 @@
+"""Hypothesis profiles, chosen by the environment variable HYPOTHESIS_PROFILE."""
+
+import os
+
+from hypothesis import settings
+
+settings.register_profile("dev", max_examples=30, deadline=None)
+settings.register_profile("ci", max_examples=50, deadline=None, derandomize=True)
+settings.register_profile("thorough", max_examples=500, deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
