@@ -16,7 +16,7 @@ _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 @dataclass(frozen=True)
 class ArrayKind:
-    """What a result should be: ``family`` is 'numpy' or 'torch', ``dtype`` the name of its dtype."""
+    """What a result should be: ``family`` 'numpy' or 'torch', and the name of its ``dtype``."""
 
     family: str
     dtype: str

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from math import pi
 from typing import Any
 
@@ -142,7 +142,9 @@ class Codebooks:
         path : path-like
             File to write.
         """
-        text = json.dumps({"polarquant_nb codebooks": 1, "angles": [a.tolist() for a in self.angles]})
+        text = json.dumps(
+            {"polarquant_nb codebooks": 1, "angles": [a.tolist() for a in self.angles]}
+        )
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
 
@@ -187,7 +189,9 @@ class Codebooks:
         ``kernels.polar.fitted_code_1``).  Levels ≥ 2: the squared tangent of each boundary.
         """
         first, *upper = self.angles
-        boundary = np.sort((first + np.roll(first, -1) + 2 * pi * (np.roll(first, -1) < first)) / 2 % (2 * pi))
+        boundary = np.sort(
+            (first + np.roll(first, -1) + 2 * pi * (np.roll(first, -1) < first)) / 2 % (2 * pi)
+        )
         in_lower_half = boundary >= pi
         level1 = np.stack(
             [
@@ -202,7 +206,7 @@ class Codebooks:
         return np.concatenate([level1.ravel(), *tangents]).astype(np.float32)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _analytic(level_bits: tuple[int, ...]) -> Codebooks:
     codebooks = object.__new__(Codebooks)
     angles = tuple(codeword_angles(level, bits) for level, bits in enumerate(level_bits, 1))
@@ -215,7 +219,9 @@ def _checked(level: int, codewords: npt.ArrayLike) -> npt.NDArray[np.float64]:
     angles = np.sort(np.asarray(codewords, np.float64).ravel())
     n = len(angles)
     if n not in (2, 4, 8, 16, 32, 64):
-        raise ValueError(f"angles has {n} codewords at level {level}; it must be 2, 4, 8, 16, 32 or 64")
+        raise ValueError(
+            f"angles has {n} codewords at level {level}; it must be 2, 4, 8, 16, 32 or 64"
+        )
     top = 2 * pi if level == 1 else pi / 2
     if not (angles[0] >= 0 and angles[-1] <= top and (np.diff(angles) > 0).all()):
         raise ValueError(

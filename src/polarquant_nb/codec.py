@@ -1,4 +1,4 @@
-"""Encode vectors into pages, and decode them: arguments in, kernels over all threads, arrays out."""
+"""Encode vectors into pages and decode them: check arguments, run kernels over all threads."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def encode(
     if nan == "raise" and nonfinite:
         raise ValueError(_describe_nonfinite(source))
     if nan == "raise" and saturated:
-        raise ValueError(_describe_saturated(words, seq_len, fmt))
+        raise ValueError(_describe_saturated(source, words, fmt))
     return PolarPages(
         fmt, words, seq_len, codebooks, source.kind,
         num_nonfinite=nonfinite, num_saturated=saturated,
@@ -149,7 +149,9 @@ def decode(pages: PolarPages, start: int = 0, stop: int | None = None, *, dtype:
         If the range or dtype is not allowed.
     """
     if not isinstance(pages, PolarPages):
-        raise TypeError(f"pages is a {type(pages).__name__}; it must be a PolarPages, from encode()")
+        raise TypeError(
+            f"pages is a {type(pages).__name__}; it must be a PolarPages, from encode()"
+        )
     stop = pages.seq_len if stop is None else stop
     start, stop = operator.index(start), operator.index(stop)
     if not 0 <= start <= stop <= pages.seq_len:
@@ -162,19 +164,17 @@ def decode(pages: PolarPages, start: int = 0, stop: int | None = None, *, dtype:
     array, flat = new_array((*pages.shape[:-2], stop - start, fmt.head_dim), kind)
     if flat.size == 0:
         return array
-    rows = flat.size // ((stop - start) * fmt.head_dim)
-    bases = np.arange(rows, dtype=np.int64) * ((stop - start) * fmt.head_dim)
-    target = StridedBuffer(flat, bases, (fmt.head_dim, 1), (), kind)
+    in_place = flat if flat.dtype == np.float32 else np.empty(0, np.float32)
     program, shape, _, rotation = _prepared(fmt, pages.codebooks.is_analytic)
     cosines = pages.codebooks.cosines()
 
     def decode_range(first: int, last: int) -> None:
         cpu.decode_pages(
             program, shape, pages.words.reshape(-1), (*rotation, cosines), flat,
-            _element_kind(kind), _direct(target), bases, target.strides, start, stop,
-            pages.num_pages, first, last,
+            _element_kind(kind), in_place, start, stop, pages.num_pages, first, last,
         )  # fmt: skip
 
+    rows = flat.size // ((stop - start) * fmt.head_dim)
     touched = -(-stop // PAGE) - start // PAGE
     run_ranges(decode_range, rows * touched, _PAGES_PER_THREAD)
     return array
@@ -267,14 +267,25 @@ def _describe_nonfinite(source: StridedBuffer) -> str:
     raise AssertionError("a kernel reported a row that is not finite")
 
 
-def _describe_saturated(words: npt.NDArray[np.uint32], seq_len: int, fmt: PolarFormat) -> str:
+def _describe_saturated(
+    source: StridedBuffer, words: npt.NDArray[np.uint32], fmt: PolarFormat
+) -> str:
+    """Which row has a radius beyond float16; of several the longest, as it may have moved a mean."""
     *leading, num_pages, num_words = words.shape
+    *_, seq_len, head_dim = source.shape
     radii = fmt.layout.read_radii(words.reshape(-1, num_pages, num_words))
-    radii = radii.reshape(len(radii), -1, fmt.num_blocks)[:, :seq_len]
-    row, token, _ = np.argwhere(radii == np.finfo(np.float16).max)[0]
+    radii = radii.reshape(len(radii), -1, fmt.num_blocks)[:, :seq_len].max(-1)
+    saturated = np.argwhere(radii == np.finfo(np.float16).max)
+
+    def norm(row: int, token: int) -> float:
+        x = _row(source, int(source.bases[row]) + token * source.strides[0], head_dim)
+        return float(np.linalg.norm(x.astype(np.float64)))
+
+    row, token = max(saturated.tolist(), key=lambda where: norm(*where))
     return (
-        f"x at index {(*_leading_index(int(row), leading), int(token))} has a radius beyond 65504, "
-        f"the largest float16; scale x down, or {_PROPAGATE} radii as 65504 and go on"
+        f"x at index {(*_leading_index(row, leading), token)} has norm {norm(row, token):.4g}; radii "
+        f"beyond 65504, the largest float16, cannot be stored: scale x down, or {_PROPAGATE} radii "
+        "as 65504 and go on"
     )
 
 

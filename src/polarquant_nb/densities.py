@@ -14,7 +14,7 @@ Transformation", arXiv 2502.02617, section 3 (densities) and section 4 (codebook
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from math import pi
 
 import numpy as np
@@ -117,7 +117,7 @@ def angle_cdf(level: int, psi: npt.ArrayLike) -> FloatArray:
     return np.asarray(betainc(m / 2, m / 2, np.sin(psi) ** 2), dtype=np.float64)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _codeword_angles(level: int, bits: int) -> FloatArray:
     angles = _uniform_codewords(bits) if level == 1 else _lloyd_max(level, bits)
     angles.flags.writeable = False
@@ -156,7 +156,7 @@ def codeword_angles(level: int, bits: int) -> FloatArray:
     return _codeword_angles(level, bits)
 
 
-@lru_cache(maxsize=None)
+@cache
 def expected_cosine(level: int, bits: int) -> float:
     """ρ_ℓ = E cos(ψ − ψ̂) of a level quantised with its analytic codebook.
 
@@ -309,7 +309,9 @@ def _lloyd_max(level: int, bits: int) -> FloatArray:
         to_lower = angle_density(level, lower) * (centroid - lower) / mass / 2
         to_upper = angle_density(level, upper) * (upper - centroid) / mass / 2
         to_lower[0] = to_upper[-1] = 0.0
-        jacobian = np.diag(1 - to_lower - to_upper) - np.diag(to_lower[1:], -1) - np.diag(to_upper[:-1], 1)
+        jacobian = (
+            np.diag(1 - to_lower - to_upper) - np.diag(to_lower[1:], -1) - np.diag(to_upper[:-1], 1)
+        )
         change = np.linalg.solve(jacobian, centroid - c)
         c = np.sort(c + change)
         if np.abs(change).max() < 1e-15:

@@ -71,12 +71,12 @@ class PolarFormat:
             )
         if isinstance(self.level_bits, str) or not isinstance(self.level_bits, Sequence):
             raise TypeError(
-                f"level_bits is {self.level_bits!r}; it must be a sequence of ints, such as (4, 2, 2, 2)"
+                f"level_bits is {self.level_bits!r}; it must be a sequence of ints such as (4, 2, 2, 2)"
             )
         bits = tuple(_integer("level_bits", b) for b in self.level_bits)
         if not bits or not all(1 <= b <= MAX_BITS for b in bits):
             raise ValueError(
-                f"level_bits is {bits}; it must hold at least one level, each of 1 to {MAX_BITS} bits"
+                f"level_bits is {bits}; it must hold at least one level, each 1 to {MAX_BITS} bits"
             )
         deepest = (head_dim & -head_dim).bit_length() - 1
         if len(bits) > deepest:

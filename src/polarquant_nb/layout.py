@@ -12,20 +12,18 @@ so that 16 neighbouring lanes of a row are one vector register on a CPU, and 32 
 load on a GPU.  A row narrower than 32 bits is little-endian: lane t of a 16-bit row is half t & 1
 of word t >> 1.  No code straddles two rows.
 
-Which codes share a row is planned once per format.  Rows are filled by *mixes* (so many codes of
-each width) chosen to waste the fewest bits; codes go to rows in the order of the coordinates they
-belong to, so that the codes of neighbouring coordinates are close.
+Which codes share a row is decided in ``packing.py``.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
+
+from polarquant_nb.packing import Field, choose_rows
 
 __all__ = ["PAGE", "PageLayout", "Row", "plan_page"]
 
@@ -43,13 +41,13 @@ class Row:
         First word of the row, counted from the start of the page.
     width : int
         Bits of a lane: 32, 16 or 8.
-    fields : tuple of (int, int)
-        ``(node, shift)``: which code, and its lowest bit within the lane.
+    fields : tuple of Field
+        The codes of a lane.
     """
 
     word: int
     width: int
-    fields: tuple[tuple[int, int], ...] = ()
+    fields: tuple[Field, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -105,7 +103,8 @@ class PageLayout:
     def node_bits(self) -> npt.NDArray[np.int64]:
         """Bits of every node, ``(num_nodes,)``."""
         return np.repeat(
-            self.level_bits, [self.head_dim >> level for level in range(1, len(self.level_bits) + 1)]
+            self.level_bits,
+            [self.head_dim >> level for level in range(1, len(self.level_bits) + 1)],
         ).astype(np.int64)
 
     def read_codes(self, words: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint8]:
@@ -141,7 +140,7 @@ class PageLayout:
         return row.view(f"<u{width // 8}").astype(np.uint32)
 
 
-@lru_cache(maxsize=None)
+@cache
 def plan_page(head_dim: int, level_bits: tuple[int, ...], offset: str | None = None) -> PageLayout:
     """Plan a page of a format (whose arguments are already validated).
 
@@ -159,21 +158,10 @@ def plan_page(head_dim: int, level_bits: tuple[int, ...], offset: str | None = N
     PageLayout
         The plan; equal arguments give the same object.
     """
-    nodes = _nodes_in_order(head_dim, level_bits)
-    counts = Counter(bits for _, bits in nodes)
-    queues = {bits: [node for node, b in nodes if b == bits] for bits in counts}
-
-    filled = []
-    for width, mix in _choose_mixes(counts):
-        fields, shift = [], 0
-        for bits, count in mix.items():
-            for _ in range(count):
-                fields.append((queues[bits].pop(0), shift))
-                shift += bits
-        filled.append((width, tuple(fields)))
-
-    word, code_rows, radius_words = 0, [], []
-    for width, fields in filled:
+    word = 0
+    code_rows: list[Row] = []
+    radius_words: list[int] = []
+    for width, fields in choose_rows(head_dim, level_bits):
         if width < 32 and not radius_words:
             word, radius_words = _radius_rows(word, head_dim >> len(level_bits))
         code_rows.append(Row(word, width, fields))
@@ -191,72 +179,3 @@ def plan_page(head_dim: int, level_bits: tuple[int, ...], offset: str | None = N
 def _radius_rows(word: int, num_blocks: int) -> tuple[int, list[int]]:
     rows = [word + block * PAGE // 2 for block in range(num_blocks)]
     return word + num_blocks * PAGE // 2, rows
-
-
-def _nodes_in_order(head_dim: int, level_bits: Sequence[int]) -> list[tuple[int, int]]:
-    """(node, bits) sorted by coordinate: levels 1–3 (8 coordinates) first, upper levels last."""
-    nodes, start = [], 0
-    for level, bits in enumerate(level_bits, 1):
-        for i in range(head_dim >> level):
-            nodes.append(((level > 3, i << level, level), start + i, bits))
-        start += head_dim >> level
-    return [(node, bits) for _, node, bits in sorted(nodes)]
-
-
-Mix = tuple[int, ...]  # how many codes of each width
-
-
-def _choose_mixes(counts: Counter[int]) -> list[tuple[int, dict[int, int]]]:
-    """Rows ``(width, {bits: codes})`` that hold ``counts`` codes in few bits, word rows first.
-
-    Row after row takes the mix that wastes the fewest bits and, among those, the one nearest to
-    the proportions of what is left, so that full mixes last as long as possible.  The preset
-    formats at head_dim 64, 128 and 256 waste 1 to 4 bits a vector.  Rows rich in the widest codes
-    come first: they hold the codes of level 1.
-    """
-    widths = tuple(sorted(counts, reverse=True))
-    left = np.array([counts[bits] for bits in widths])
-    rows: list[tuple[int, Mix]] = []
-    while (left @ widths) > 32:
-        mixes = np.array(_full_mixes(32, widths, left))
-        waste = 32 - mixes @ widths
-        unevenness = np.abs(mixes / (mixes @ widths)[:, None] - left / (left @ widths)).sum(1)
-        best = mixes[np.lexsort((unevenness, waste))[0]]
-        rows.append((32, tuple(best)))
-        left = left - best
-    rows += _last_rows(widths, tuple(left))
-    rows.sort(key=lambda row: (-row[0], tuple(-n for n in row[1])))
-    return [(w, {b: int(n) for b, n in zip(widths, mix, strict=True) if n}) for w, mix in rows]
-
-
-def _last_rows(widths: Mix, left: Mix) -> list[tuple[int, Mix]]:
-    """The codes of the last 32 bits or fewer, in the narrowest rows that hold them."""
-    bits = int(np.dot(left, widths))
-    for width in (8, 16):
-        if bits <= width:
-            return [(width, left)]
-    if bits <= 24:
-        for mix in _full_mixes(8, widths, left):
-            rest = tuple(np.subtract(left, mix))
-            if np.dot(rest, widths) <= 16:
-                return [(16, rest), (8, mix)]
-    return [(32, left)]
-
-
-def _full_mixes(capacity: int, widths: Mix, left: npt.ArrayLike) -> list[Mix]:
-    """Mixes of at most ``capacity`` bits to which no code that is left can be added."""
-    have = np.asarray(left)
-    found: list[Mix] = []
-
-    def grow(mix: Mix, room: int) -> None:
-        k = len(mix)
-        if k < len(widths):
-            for n in range(min(room // widths[k], have[k]), -1, -1):
-                grow((*mix, n), room - n * widths[k])
-        elif any(mix) and all(
-            room < bits or n == most for bits, n, most in zip(widths, mix, have, strict=True)
-        ):
-            found.append(mix)
-
-    grow((), capacity)
-    return found

@@ -119,7 +119,8 @@ class PolarPages:
                 raise ValueError(f"parts[{i}] has {part.format}; parts[0] has {first.format}")
             if part.shape[:-2] != first.shape[:-2]:
                 raise ValueError(
-                    f"parts[{i}] has leading shape {part.shape[:-2]}; parts[0] has {first.shape[:-2]}"
+                    f"parts[{i}] has leading shape {part.shape[:-2]}; parts[0] has "
+                    f"{first.shape[:-2]}"
                 )
             if part.codebooks is not first.codebooks and not _same(part.codebooks, first.codebooks):
                 raise ValueError(f"parts[{i}] was encoded with other codebooks than parts[0]")

@@ -8,7 +8,7 @@ and b₂ at every level above.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from itertools import product
 
 from polarquant_nb.densities import relative_error
@@ -47,9 +47,9 @@ def preset(
     """The formats of a preset for a head_dim.
 
     A preset is a budget of bits per number: about 2.8 (``tiny``), 3.3 (``compact``), 4.0
-    (``balanced``) and 4.5 (``accurate``), keys and values together.  At head_dim 64, 128 and 256 the
-    level bits are fixed; elsewhere, where more or fewer radii have to be paid for, the bits are
-    chosen for the smallest expected error within 3 % of the budget.  ``paper`` is the published
+    (``balanced``) and 4.5 (``accurate``), keys and values together.  At head_dim 64, 128, 256 and
+    512 the level bits are fixed; elsewhere, where more or fewer radii have to be paid for, the bits
+    are chosen for the smallest expected error within 3 % of the budget.  ``paper`` is the published
     setting, 4, 2, 2, 2 in blocks of 16 for keys and values alike, 3.875 bits, without offset.
 
     Parameters
@@ -89,7 +89,7 @@ def preset(
     )
 
 
-@lru_cache(maxsize=None)
+@cache
 def _level_bits(name: str, head_dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Level bits of keys and values."""
     keys, values = _CHAIN[name]

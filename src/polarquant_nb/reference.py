@@ -79,14 +79,14 @@ def polar_transform(r: npt.ArrayLike, num_levels: int) -> tuple[list[FloatArray]
     >>> [psi.round(3).tolist() for psi in angles], radii.round(3).tolist()
     ([[0.927, 0.644], [0.785]], [7.071])
     """
-    r = np.asarray(r, np.float64)
+    rest = np.asarray(r, np.float64)
     angles = []
     for level in range(1, num_levels + 1):
-        first, second = r[..., 0::2], r[..., 1::2]
+        first, second = rest[..., 0::2], rest[..., 1::2]
         psi = np.arctan2(second, first)
         angles.append(psi % (2 * np.pi) if level == 1 else psi)
-        r = np.hypot(first, second)
-    return angles, r
+        rest = np.hypot(first, second)
+    return angles, rest
 
 
 def inverse_polar_transform(angles: Sequence[npt.ArrayLike], radii: npt.ArrayLike) -> FloatArray:

@@ -120,9 +120,7 @@ class Rotation:
         first, second = self.signs.astype(np.float64)
         return self._round(self._round(r, inverse=True) * second, inverse=True) * first
 
-    def _round(
-        self, x: npt.NDArray[np.float64], inverse: bool = False
-    ) -> npt.NDArray[np.float64]:
+    def _round(self, x: npt.NDArray[np.float64], inverse: bool = False) -> npt.NDArray[np.float64]:
         """One round, without its signs: H within groups, Q (or Qᵀ) across them; not normalised."""
         m = self.num_groups
         y = x.reshape(*x.shape[:-1], m, -1)
@@ -158,7 +156,7 @@ def rotation_for(fmt: PolarFormat) -> Rotation:
 
 
 def _stream(seed: int, purpose: int, n: int) -> npt.NDArray[np.uint64]:
-    """n words of a counter-based generator; ``purpose`` keeps signs and matrices independent."""
+    """Words of a counter-based generator; ``purpose`` keeps signs and matrices independent."""
     return np.random.Philox(key=[seed, purpose]).random_raw(n).astype(np.uint64)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from threading import Lock
 
 __all__ = ["get_num_threads", "run_ranges", "set_num_threads"]
@@ -79,7 +80,7 @@ def run_ranges(function: Callable[[int, int], None], total: int, grain: int) -> 
             function(0, total)
         return
     edges = [total * i // parts for i in range(parts + 1)]
-    futures = [_executor().submit(function, a, b) for a, b in zip(edges[1:], edges[2:], strict=False)]
+    futures = [_executor().submit(function, a, b) for a, b in pairwise(edges[1:])]
     function(edges[0], edges[1])
     for future in futures:
         future.result()

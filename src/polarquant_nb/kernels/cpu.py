@@ -19,6 +19,8 @@ from polarquant_nb.kernels.polar import (
     load_block,
     mix_column,
     multiply_dense,
+    narrow_bfloat,
+    narrow_half,
     pack,
     rotate_row,
     store_block,
@@ -28,6 +30,8 @@ from polarquant_nb.kernels.polar import (
     unmix_column,
     unpack,
     upper_tree,
+    widen_bfloat,
+    widen_half,
 )
 from polarquant_nb.layout import PAGE
 
@@ -78,28 +82,29 @@ def encode_pages(program, shape, source, kind, direct, bases, strides, seq_len, 
     codes = np.empty(num_nodes * lanes, np.uint32)
     R = np.empty(d // 2 * lanes, np.float32)
     bad = np.empty(PAGE, np.float32)
+    live = np.empty(lanes, np.uint32)
     offset = np.zeros(d, np.float32)
     events = np.zeros(32, np.uint32)
     pages_per_row = (seq_len + PAGE - 1) // PAGE
     for page in range(first, last):
         start = page % pages_per_row * PAGE
-        live = min(PAGE, seq_len - start)
+        tokens = min(PAGE, seq_len - start)
         base = bases[page // pages_per_row] + start * strides[0]
         word = page * page_words
         bad[:] = np.float32(0)
         # the page's rows: in place, or copied where they are not float32 or not all there
-        if direct.size and live == PAGE:
+        if direct.size and tokens == PAGE:
             X, index, stride = direct, base, strides[0]
         else:
-            _read_rows(source, kind, base, strides, live, d, rows)
-            rows[live * d :] = np.float32(0)
+            _read_rows(program, source, kind, base, strides, tokens, d, rows)
+            rows[tokens * d :] = np.float32(0)
             X, index, stride = rows, 0, d
         if offset_kind:
-            sum_rows(program, X, index, stride, live, offset)
-            _finish_mean(X, index, stride, live, offset)
+            sum_rows(program, X, index, stride, tokens, offset)
+            _finish_mean(X, index, stride, tokens, offset)
             rotate_row(program, offset, signs, mix, dense)
             _store_offset(offset, words, word + offset_word, offset_kind)
-        for lane in range(0, live, lanes):
+        for lane in range(0, tokens, lanes):
             for b in range(d // 16):
                 load_block(program, X, index + lane * stride, stride, b, signs, T, bad, lane)
             Z = T
@@ -110,24 +115,21 @@ def encode_pages(program, shape, source, kind, direct, bases, strides, seq_len, 
                 for b in range(d // 16):
                     multiply_dense(program, b, T, dense, U)
                 Z = U
+            for t in range(lanes):
+                live[t] = np.uint32(0xFFFFFFFF) if lane + t < tokens else np.uint32(0)
             for b in range(d // 16):
                 tree_block(program, b, Z, offset, thresholds, codes, R)
             upper_tree(program, thresholds, codes, R)
-            for t in range(live - lane, lanes):  # empty lanes hold zeros
-                for node in range(num_nodes):
-                    codes[node * lanes + t] = np.uint32(0)
-                for block in range(d // 2):
-                    R[block * lanes + t] = np.float32(0)
-            store_radii(program, R, bad, words, word, lane, events)
-            pack(program, codes, words, word, lane)
+            store_radii(program, R, bad, live, words, word, lane, events)
+            pack(program, codes, live, words, word, lane)
     for t in range(16):
         counts[0] += np.int64(events[t])
         counts[1] += np.int64(events[16 + t])
 
 
 @kernel
-def decode_pages(program, shape, words, tables, target, kind, direct, bases, strides, begin, end,
-                 pages_per_row, first, last):  # fmt: skip
+def decode_pages(program, shape, words, tables, target, kind, direct, begin, end, pages_per_row,
+                 first, last):  # fmt: skip
     """Decode the part of pages ``first .. last−1`` that lies in tokens ``begin .. end−1``.
 
     Parameters
@@ -141,15 +143,11 @@ def decode_pages(program, shape, words, tables, target, kind, direct, bases, str
     tables : tuple of 1-d arrays of float32
         Signs, mix, dense matrix transposed, cosines; flat.
     target : 1-d array of float32, float64 or uint16
-        Buffer of the vectors.
+        The vectors, contiguous: rows, tokens ``begin .. end−1``, coordinates.
     kind : int
         What its elements are: FLOAT, HALF or BFLOAT.
     direct : 1-d array of float32
-        ``target`` again if it is float32 with neighbouring coordinates, else empty.
-    bases : 1-d array of int64
-        Element of each row's token ``begin``.
-    strides : tuple of two ints
-        Elements from token to token, and from coordinate to coordinate.
+        ``target`` again if it is float32, else empty.
     begin, end : int
         Range of tokens.
     pages_per_row : int
@@ -188,14 +186,14 @@ def decode_pages(program, shape, words, tables, target, kind, direct, bases, str
                 for b in range(d // 16):
                     multiply_dense(program, b, T, dense, U)
                 Z = U
-            index = bases[row] + (low - begin) * strides[0]
+            index = (row * (end - begin) + low - begin) * d
             if direct.size and high - low == lanes:
                 for b in range(d // 16):
-                    store_block(program, b, signs, Z, direct, index, strides[0])
+                    store_block(program, b, signs, Z, direct, index, d)
             else:
                 for b in range(d // 16):
                     store_block(program, b, signs, Z, rows, 0, d)
-                _write_rows(rows, (low - token) * d, high - low, d, target, kind, index, strides)
+                _write_rows(program, rows, (low - token) * d, high - low, d, target, kind, index)
 
 
 # ---- page offsets --------------------------------------------------------------------------------
@@ -310,58 +308,35 @@ def _bfloat_to_float(bits):
     return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
 
 
-@inlined
-def _float_to_bfloat(value):
-    bits = np.float32(value).view(np.uint32)
-    if bits & np.uint32(0x7FFFFFFF) > np.uint32(0x7F800000):
-        return np.uint16(0x7FC0)
-    odd = (bits >> np.uint32(16)) & np.uint32(1)
-    return np.uint16((bits + odd + np.uint32(0x7FFF)) >> np.uint32(16))
-
-
 @kernel
-def _read_rows(source, kind, index, strides, n, d, rows):
+def _read_rows(program, source, kind, index, strides, n, d, rows):
     """``n`` rows of any kind and stride to float32, one after another."""
-    if strides[1] == 1:  # the same loops, which LLVM then vectorises
-        for t in range(n):
-            _read_row(source, kind, index + t * strides[0], 1, d, rows, t * d)
-    else:
-        for t in range(n):
-            _read_row(source, kind, index + t * strides[0], strides[1], d, rows, t * d)
-
-
-@inlined
-def _read_row(source, kind, index, stride, d, rows, row):
-    if kind == HALF:
-        for i in range(d):
-            rows[row + i] = half_to_float(np.uint16(source[index + i * stride]))
-    elif kind == BFLOAT:
-        for i in range(d):
-            rows[row + i] = _bfloat_to_float(np.uint16(source[index + i * stride]))
-    else:
-        for i in range(d):
-            rows[row + i] = np.float32(source[index + i * stride])
+    for t in range(n):
+        start, row = index + t * strides[0], t * d
+        if strides[1] == 1 and kind == HALF:
+            widen_half(program, source, start, rows, row)
+        elif strides[1] == 1 and kind == BFLOAT:
+            widen_bfloat(program, source, start, rows, row)
+        elif kind == HALF:
+            for i in range(d):
+                rows[row + i] = half_to_float(np.uint16(source[start + i * strides[1]]))
+        elif kind == BFLOAT:
+            for i in range(d):
+                rows[row + i] = _bfloat_to_float(np.uint16(source[start + i * strides[1]]))
+        else:
+            for i in range(d):
+                rows[row + i] = np.float32(source[start + i * strides[1]])
 
 
 @kernel
-def _write_rows(rows, first, n, d, target, kind, index, strides):
-    """Inverse of :func:`_read_rows`."""
-    if strides[1] == 1:
-        for t in range(n):
-            _write_row(rows, first + t * d, d, target, kind, index + t * strides[0], 1)
-    else:
-        for t in range(n):
-            _write_row(rows, first + t * d, d, target, kind, index + t * strides[0], strides[1])
-
-
-@inlined
-def _write_row(rows, row, d, target, kind, index, stride):
-    if kind == HALF:
-        for i in range(d):
-            target[index + i * stride] = float_to_half(rows[row + i])
-    elif kind == BFLOAT:
-        for i in range(d):
-            target[index + i * stride] = _float_to_bfloat(rows[row + i])
-    else:
-        for i in range(d):
-            target[index + i * stride] = rows[row + i]
+def _write_rows(program, rows, first, n, d, target, kind, index):
+    """Rows of float32 to neighbouring elements of any kind."""
+    for t in range(n):
+        start, row = index + t * d, first + t * d
+        if kind == HALF:
+            narrow_half(program, rows, row, target, start)
+        elif kind == BFLOAT:
+            narrow_bfloat(program, rows, row, target, start)
+        else:
+            for i in range(d):
+                target[start + i] = rows[row + i]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,7 +37,7 @@ def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
     return njit(inline="always", nogil=True, boundscheck=False, error_model="numpy")(function)
 
 
-@lru_cache(maxsize=1)
+@cache
 def cpu_isa() -> ISA:
     """The instruction set kernels are written for: what Numba compiles for on this machine.
 
@@ -54,7 +54,7 @@ def cpu_isa() -> ISA:
     return "avx2" if {"+avx2", "+fma"} <= features else "portable"
 
 
-@lru_cache(maxsize=1)
+@cache
 def _source_fingerprint() -> str:
     """Changes when a kernel module does: Numba's disk cache watches one file only."""
     digest = hashlib.sha256()
@@ -101,7 +101,7 @@ class Program:
         return self.head_dim // (self.head_dim & -self.head_dim)
 
 
-class ProgramType(types.Type):  # type: ignore[misc]
+class ProgramType(types.Type):
     """Numba type of a :class:`Program`: the program is known when a kernel is compiled."""
 
     def __init__(self, program: Program) -> None:

@@ -79,9 +79,7 @@ class ArrayLanes:
         for k, column in enumerate(columns):
             rows[index + k + stride * np.arange(self.n)] = column
 
-    def load_lanes(
-        self, words: npt.NDArray[np.uint32], word: int, lane: int, width: int
-    ) -> Vector:
+    def load_lanes(self, words: npt.NDArray[np.uint32], word: int, lane: int, width: int) -> Vector:
         """Lanes ``lane ..`` of a page row of 32, 16 or 8 bits a lane, zero-extended."""
         narrow = words[word:].view(f"<u{width // 8}")
         return narrow[lane : lane + self.n].astype(np.uint32)
@@ -93,8 +91,10 @@ class ArrayLanes:
         narrow = words[word:].view(f"<u{width // 8}")
         narrow[lane : lane + self.n] = value.astype(narrow.dtype)
 
-    def prefetch(self, array: npt.NDArray[Any], index: int) -> None:
-        """Hint that the cache line of an element, which need not exist, is read soon."""
+    def prefetch(
+        self, words: npt.NDArray[Any], word: int, lane: int, width: int, *, write: bool = False
+    ) -> None:
+        """Hint that the cache line of a row's lane, which need not exist, is used soon."""
 
     def as_uint(self, value: Vector) -> Vector:
         """Bits of a float."""
@@ -134,9 +134,7 @@ class ArrayLanes:
         """``a b + c``, rounded once or twice."""
         return a * b + c
 
-    def lookup(
-        self, table: npt.NDArray[np.float32], index: int, bits: int, code: Vector
-    ) -> Vector:
+    def lookup(self, table: npt.NDArray[np.float32], index: int, bits: int, code: Vector) -> Vector:
         """``table[index + code % 2**bits]``; the table has at least 16 entries."""
         return table[index + (code & np.uint32(2**bits - 1)).astype(np.int64)]
 
@@ -315,7 +313,10 @@ class RegisterLanes:
                 ]
                 while len(parts) > 1:
                     pattern = range(2 * parts[0].type.count)
-                    parts = [self._shuffle(a, b, pattern) for a, b in zip(parts[::2], parts[1::2], strict=True)]
+                    parts = [
+                        self._shuffle(a, b, pattern)
+                        for a, b in zip(parts[::2], parts[1::2], strict=True)
+                    ]
                 vectors.append(parts[0])
             columns += self._transpose_corners(vectors)
         return [_Float(self, column) for column in columns]
@@ -331,7 +332,7 @@ class RegisterLanes:
 
     def load_lanes(self, words: ir.Value, word: Index, lane: Index, width: int) -> Vector:
         """Lanes ``lane ..`` of a page row of 32, 16 or 8 bits a lane, zero-extended."""
-        pointer, narrow = self._row_address(words, word, lane, width)
+        pointer, _ = self._row_address(words, word, lane, width)
         value = self.b.load(pointer, align=width // 8)
         return _Uint(self, value if width == 32 else self.b.zext(value, self.uint_type))
 
@@ -343,12 +344,15 @@ class RegisterLanes:
         lanes = value.value if width == 32 else self.b.trunc(value.value, narrow)
         self.b.store(lanes, pointer, align=width // 8)
 
-    def prefetch(self, array: ir.Value, index: Index) -> None:
-        """Hint that the cache line of an element, which need not exist, is read soon."""
-        pointer = self._address(array, index, _I8)
+    def prefetch(
+        self, words: ir.Value, word: Index, lane: Index, width: int, *, write: bool = False
+    ) -> None:
+        """Hint that the cache line of a row's lane, which need not exist, is used soon."""
+        pointer = self.b.bitcast(self._row_address(words, word, lane, width)[0], _I8.as_pointer())
         kind = ir.FunctionType(ir.VoidType(), [pointer.type, _I32, _I32, _I32])
         function = cgutils.get_or_insert_function(self.b.module, kind, "llvm.prefetch.p0")
-        self.b.call(function, [pointer, _I32(0), _I32(2), _I32(1)])  # read, into L2, data
+        into_l2, data = _I32(2), _I32(1)
+        self.b.call(function, [pointer, _I32(int(write)), into_l2, data])
 
     def as_uint(self, value: Vector) -> Vector:
         """Bits of a float."""
@@ -489,7 +493,9 @@ class RegisterLanes:
         quarters = range(0, n, 4)
         single = [[q + j for q in quarters for j in (i, n + i, i + 1, n + i + 1)] for i in (0, 2)]
         double = [[q + j for q in quarters for j in (i, i + 1, n + i, n + i + 1)] for i in (0, 2)]
-        pairs = [self._shuffle(*vectors[k : k + 2], pattern) for k in (0, 2) for pattern in single]
+        pairs = [
+            self._shuffle(vectors[k], vectors[k + 1], pattern) for k in (0, 2) for pattern in single
+        ]
         return [
             self._shuffle(pairs[i], pairs[2 + i], pattern) for i in (0, 1) for pattern in double
         ]
@@ -500,7 +506,8 @@ class RegisterLanes:
         even = [q + j for q in range(0, 2 * n, 8) for j in range(4)]
         odd = [j + 4 for j in even]
         if len(vectors) == 2:
-            return [self._shuffle(*vectors, even), self._shuffle(*vectors, odd)]
+            first, second = vectors
+            return [self._shuffle(first, second, even), self._shuffle(first, second, odd)]
         result: list[Any] = [None] * 4
         for parity, pattern in enumerate((even, odd)):
             a = self._shuffle(vectors[0], vectors[1], pattern)
@@ -550,11 +557,15 @@ def stage(function: Callable[..., None]) -> Callable[..., None]:
             or (isinstance(kind, types.Array) and kind.ndim == 1 and kind.layout == "C")
             for kind in kinds
         )
-        return (types.void(program, *kinds), write) if isinstance(program, ProgramType) and ok else None
+        return (
+            (types.void(program, *kinds), write)
+            if isinstance(program, ProgramType) and ok
+            else None
+        )
 
     # Numba matches calls by signature and takes no *arguments: show it the stage's own, in which
     # the typing context takes the place of L.
     typed.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
     typed.__name__ = function.__name__
     typed.__doc__ = function.__doc__
-    return intrinsic(typed)  # type: ignore[no-any-return]
+    return intrinsic(typed)

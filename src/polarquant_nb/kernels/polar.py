@@ -35,6 +35,8 @@ __all__ = [
     "load_block",
     "mix_column",
     "multiply_dense",
+    "narrow_bfloat",
+    "narrow_half",
     "pack",
     "rotate_row",
     "store_block",
@@ -44,6 +46,8 @@ __all__ = [
     "unmix_column",
     "unpack",
     "upper_tree",
+    "widen_bfloat",
+    "widen_half",
 ]
 
 MAX_RADIUS = 65504.0
@@ -66,20 +70,23 @@ def load_block(
     # ask for the same coordinates of the next tile; with an offset the page has just been read
     ahead = L.n if program.offset is None else PAGE
     for k in range(L.n):
-        L.prefetch(rows, index + b * 16 + stride * (ahead + k))
-    zero, nan = L.f(0.0), [L.load(bad, lane)] + [L.f(0.0)] * 3  # four chains, for their latency
-    for k in range(16):
-        nan[k % 4] = L.fma(x[k], zero, nan[k % 4])
-    L.store(bad, lane, (nan[0] + nan[1]) + (nan[2] + nan[3]))
+        L.prefetch(rows, index + b * 16 + stride * (ahead + k), 0, 32)
     if program.rotation == "hadamard":
         x = [x[k] * L.splat(signs, b * 16 + k) for k in range(16)]
         x = _butterflies(L, x, (1, 2, 4, 8))
+        suspects = x[:1]  # the sum of all 16; it cannot overflow, as D₁ has scaled by 1/16 or less
+    else:
+        suspects = x
+    nan = L.load(bad, lane)
+    for suspect in suspects:
+        nan = L.fma(suspect, L.f(0.0), nan)
+    L.store(bad, lane, nan)
     _store_block(L, Z, b, x)
 
 
 @stage
 def mix_column(L: Any, program: Program, c: Index, signs: Any, mix: Any, Z: Any) -> None:
-    """Between the rounds, for coordinates c, c+16, …: butterflies up, Q, D₂, Q, butterflies down."""
+    """Between the rounds, for coordinates c, c+16, …: butterflies, Q, D₂, Q, butterflies."""
     d, m = program.head_dim, program.num_groups
     strides = _column_strides(d, m)
     x = [L.load(Z, (c + 16 * k) * L.n) for k in range(d // 16)]
@@ -119,7 +126,7 @@ def multiply_dense(L: Any, program: Program, b: Index, X: Any, S: Any, Z: Any) -
 def sum_rows(
     L: Any, program: Program, rows: Any, index: Index, stride: Index, n: Index, sums: Any
 ) -> None:
-    """Sum of ``n`` rows, coordinate by coordinate in the order of the rows; lanes are coordinates."""
+    """Sum of ``n`` rows, each coordinate in the order of the rows; lanes are coordinates."""
     vectors = program.head_dim // L.n
     for first in range(0, vectors, 8):
         chunk = range(first, min(first + 8, vectors))
@@ -191,9 +198,7 @@ def _column_strides(d: int, m: int) -> tuple[int, ...]:
     return tuple(1 << i for i in range((d // m // 16).bit_length() - 1))
 
 
-def _across_groups(
-    L: Any, m: int, mix: Any, x: list[Vector], *, transposed: bool
-) -> list[Vector]:
+def _across_groups(L: Any, m: int, mix: Any, x: list[Vector], *, transposed: bool) -> list[Vector]:
     """Mix m groups: y_h = Σ_g x_g Q[g, h] (or Qᵀ), in the order of g."""
     if m == 1:
         return x
@@ -269,7 +274,7 @@ def _code(
 
 
 def code_1(L: Any, bits: int, x: Vector, y: Vector, xx: Vector, yy: Vector) -> Vector:
-    """Level 1: s | m << 1 | t << (bits − 1), see :func:`polarquant_nb.densities.codeword_angles`."""
+    """Level 1: s | m << 1 | t << (bits − 1), as ``densities.codeword_angles`` describes it."""
     x_negative, y_negative = x < L.f(0.0), y < L.f(0.0)
     if bits == 1:
         return L.only(y_negative, 1)
@@ -291,7 +296,13 @@ def code_above(L: Any, level: int, bits: int, u: Vector, v: Vector) -> Vector:
 
 
 def _add_cell(
-    L: Any, code: Vector | None, shift: int, cells: int, u: Vector, v: Vector, boundaries: list[float]
+    L: Any,
+    code: Vector | None,
+    shift: int,
+    cells: int,
+    u: Vector,
+    v: Vector,
+    boundaries: list[float],
 ) -> Vector:
     """Put into ``code``, from bit ``shift``, the cell of v/u among cells symmetric about 1.
 
@@ -404,13 +415,18 @@ def _split(
 
 
 @stage
-def pack(L: Any, program: Program, codes: Any, words: Any, page: Index, lane: Index) -> None:
-    """Codes of a tile to the rows of its page."""
-    for row in _layout(program).code_rows:
+def pack(
+    L: Any, program: Program, codes: Any, live: Any, words: Any, page: Index, lane: Index
+) -> None:
+    """Codes of a tile to the rows of its page, in the lanes that are ``live``."""
+    layout = _layout(program)
+    for row in layout.code_rows:
         total = L.u(0)
         for node, shift in row.fields:
             total = total | (L.load(codes, node * L.n) << L.u(shift))
-        L.store_lanes(words, page + row.word, lane, row.width, total)
+        L.store_lanes(words, page + row.word, lane, row.width, total & L.load(live, 0))
+        # the line that the next page's tile will write
+        L.prefetch(words, page + (layout.num_words + row.word), lane, row.width, write=True)
 
 
 @stage
@@ -427,8 +443,9 @@ def unpack(L: Any, program: Program, words: Any, page: Index, lane: Index, codes
 
 @stage
 def store_radii(
-    L: Any, program: Program, R: Any, bad: Any, words: Any, page: Index, lane: Index, counts: Any
-) -> None:
+    L: Any, program: Program, R: Any, bad: Any, live: Any, words: Any, page: Index, lane: Index,
+    counts: Any,
+) -> None:  # fmt: skip
     """Square roots of the squared block radii, as float16.
 
     Radii that float16 cannot hold become its largest value; rows that are not finite become NaN.
@@ -441,12 +458,61 @@ def store_radii(
         fits = r <= L.f(MAX_RADIUS)
         within = within & fits
         half = _float_to_half(L, L.where(fits, r, L.f(MAX_RADIUS)))
-        half = L.where(finite, half, L.u(0x7E00))
+        half = L.where(finite, half, L.u(0x7E00)) & L.load(live, 0)
         L.store_lanes(words, page + word, lane, 16, half)
-    one = L.u(1)
+    one = L.u(1) & L.load(live, 0)
     for start, event in ((0, ~finite), (16, finite ^ within)):
         before = L.load(counts, start)
         L.store(counts, start, L.where(event, before + one, before))
+
+
+# ---- 16-bit floats -------------------------------------------------------------------------------
+
+
+@stage
+def widen_half(L: Any, program: Program, halves: Any, index: Index, rows: Any, row: Index) -> None:
+    """A vector of float16 bits to float32."""
+    for k in range(0, program.head_dim, L.n):
+        half = L.load_lanes(halves, index + k, 0, 16)
+        sign = (half & L.u(0x8000)) << L.u(16)
+        magnitude = L.as_uint(_half_to_float(L, half & L.u(0x7FFF)))
+        L.store(rows, row + k, L.as_float(magnitude | sign))
+
+
+@stage
+def widen_bfloat(
+    L: Any, program: Program, halves: Any, index: Index, rows: Any, row: Index
+) -> None:
+    """A vector of bfloat16 bits to float32."""
+    for k in range(0, program.head_dim, L.n):
+        bits = L.load_lanes(halves, index + k, 0, 16)
+        L.store(rows, row + k, L.as_float(bits << L.u(16)))
+
+
+@stage
+def narrow_half(L: Any, program: Program, rows: Any, row: Index, halves: Any, index: Index) -> None:
+    """A vector to float16 bits, to nearest, ties to even; beyond 65504 the largest, NaN stays."""
+    for k in range(0, program.head_dim, L.n):
+        x = L.load(rows, row + k)
+        sign = (L.as_uint(x) >> L.u(16)) & L.u(0x8000)
+        magnitude = L.absolute(x)
+        nan = L.as_uint(magnitude) >= L.u(0x7F800001)
+        fits = magnitude <= L.f(MAX_RADIUS)
+        half = _float_to_half(L, L.where(fits, magnitude, L.f(MAX_RADIUS)))
+        L.store_lanes(halves, index + k, 0, 16, L.where(nan, L.u(0x7E00), half) | sign)
+
+
+@stage
+def narrow_bfloat(
+    L: Any, program: Program, rows: Any, row: Index, halves: Any, index: Index
+) -> None:
+    """A vector to bfloat16 bits, to nearest, ties to even; NaN stays."""
+    for k in range(0, program.head_dim, L.n):
+        bits = L.as_uint(L.load(rows, row + k))
+        nan = (bits & L.u(0x7FFFFFFF)) >= L.u(0x7F800001)
+        odd = (bits >> L.u(16)) & L.u(1)
+        rounded = (bits + odd + L.u(0x7FFF)) >> L.u(16)
+        L.store_lanes(halves, index + k, 0, 16, L.where(nan, L.u(0x7FC0), rounded))
 
 
 def _float_to_half(L: Any, r: Vector) -> Vector:
@@ -460,10 +526,10 @@ def _float_to_half(L: Any, r: Vector) -> Vector:
 
 
 def _half_to_float(L: Any, half: Vector) -> Vector:
-    """Float of non-negative float16 bits; NaN stays NaN."""
+    """Float of non-negative float16 bits; inf and NaN stay."""
     bits = half << L.u(13)
-    nan = bits >= L.u(0x7C00 << 13)
-    return L.where(nan, L.as_float(bits | L.u(0x7F800000)), L.as_float(bits) * L.f(2.0**112))
+    special = bits >= L.u(0x7C00 << 13)
+    return L.where(special, L.as_float(bits | L.u(0x7F800000)), L.as_float(bits) * L.f(2.0**112))
 
 
 def _layout(program: Program) -> PageLayout:
