@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from polarquant_nb.codec import decode, encode
     from polarquant_nb.formats import FormatPair, PolarFormat
     from polarquant_nb.pages import PolarPages
-    from polarquant_nb.presets import preset, presets
+    from polarquant_nb.budgets import preset, presets
     from polarquant_nb.threads import get_num_threads, set_num_threads
 
 __all__ = [
@@ -41,8 +41,8 @@ _HOME = {
     "decode": "codec",
     "encode": "codec",
     "get_num_threads": "threads",
-    "preset": "presets",
-    "presets": "presets",
+    "preset": "budgets",
+    "presets": "budgets",
     "set_num_threads": "threads",
 }
 
