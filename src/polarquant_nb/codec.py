@@ -100,7 +100,7 @@ def encode(
     program, shape, rotation, _ = _prepared(fmt, codebooks.is_analytic)
     thresholds = np.empty(0, np.float32) if codebooks.is_analytic else codebooks.thresholds()
     num_pages = -(-seq_len // PAGE)
-    words = np.zeros((*leading, num_pages, fmt.layout.num_words), np.uint32)
+    words = np.empty((*leading, num_pages, fmt.layout.num_words), np.uint32)
     events: list[npt.NDArray[np.int64]] = []  # per range: rows not finite, rows saturated
 
     def encode_range(first: int, last: int) -> None:

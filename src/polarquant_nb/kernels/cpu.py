@@ -69,7 +69,7 @@ def encode_pages(program, shape, source, kind, direct, bases, strides, seq_len, 
     tables : tuple of 1-d arrays of float32
         Signs, mix, dense matrix, thresholds; flat.
     words : 1-d array of uint32
-        All pages, zero before.
+        All pages, uninitialised.
     first, last : int
         Range of pages.
     counts : array of int64, shape ``(2,)``
@@ -92,6 +92,8 @@ def encode_pages(program, shape, source, kind, direct, bases, strides, seq_len, 
         base = bases[page // pages_per_row] + start * strides[0]
         word = page * page_words
         bad[:] = np.float32(0)
+        if tokens < PAGE:
+            words[word : word + page_words] = np.uint32(0)
         # the page's rows: in place, or copied where they are not float32 or not all there
         if direct.size and tokens == PAGE:
             X, index, stride = direct, base, strides[0]
@@ -235,24 +237,26 @@ def _store_offset(offset, words, word, kind):
     """Round the offset as it is stored, and store it: int8 and a float16 scale, or float16."""
     d = offset.size
     if kind == 2:
-        for i in range(d):
-            half = float_to_half(offset[i])
-            words[word + i // 2] |= np.uint32(half) << np.uint32(16 * (i % 2))
-            offset[i] = half_to_float(half)
+        for i in range(0, d, 2):
+            low, high = float_to_half(offset[i]), float_to_half(offset[i + 1])
+            words[word + i // 2] = np.uint32(low) | np.uint32(high) << np.uint32(16)
+            offset[i], offset[i + 1] = half_to_float(low), half_to_float(high)
         return
     largest = np.float32(0)
     for i in range(d):
         largest = max(largest, abs(offset[i]))
     half = float_to_half(largest / np.float32(127))
     scale = half_to_float(half)
-    for i in range(d):
-        code = np.float32(0)
-        if scale > 0:
-            code = np.rint(offset[i] / scale)
-            code = min(max(code, np.float32(-127)), np.float32(127))
-        byte = np.uint32(np.int32(code)) & np.uint32(0xFF)
-        words[word + i // 4] |= byte << np.uint32(8 * (i % 4))
-        offset[i] = code * scale
+    for i in range(0, d, 4):
+        packed = np.uint32(0)
+        for k in range(4):
+            code = np.float32(0)
+            if scale > 0:
+                code = np.rint(offset[i + k] / scale)
+                code = min(max(code, np.float32(-127)), np.float32(127))
+            offset[i + k] = code * scale
+            packed |= np.uint32(np.uint32(np.int32(code)) & np.uint32(0xFF)) << np.uint32(8 * k)
+        words[word + i // 4] = packed
     words[word + d // 4] = np.uint32(half)
 
 
