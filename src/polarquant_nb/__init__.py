@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from polarquant_nb import analysis, evaluate, plot
+    from polarquant_nb.attend import attention
+    from polarquant_nb.budgets import preset, presets
     from polarquant_nb.codebooks import Codebooks
     from polarquant_nb.codec import decode, encode
     from polarquant_nb.formats import FormatPair, PolarFormat
     from polarquant_nb.pages import PolarPages
-    from polarquant_nb.budgets import preset, presets
     from polarquant_nb.threads import get_num_threads, set_num_threads
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "PolarFormat",
     "PolarPages",
     "analysis",
+    "attention",
     "decode",
     "encode",
     "evaluate",
@@ -38,6 +40,7 @@ _HOME = {
     "FormatPair": "formats",
     "PolarFormat": "formats",
     "PolarPages": "pages",
+    "attention": "attend",
     "decode": "codec",
     "encode": "codec",
     "get_num_threads": "threads",

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["ArrayKind", "StridedBuffer", "new_array", "open_array"]
+__all__ = ["ArrayKind", "StridedBuffer", "new_array", "open_array", "read_float32", "write_float32"]
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -114,6 +114,53 @@ def new_array(shape: tuple[int, ...], kind: ArrayKind) -> tuple[Any, npt.NDArray
         return tensor, _from_torch(torch, tensor, "out")[0].reshape(-1)
     array = np.empty(shape, np.dtype(kind.dtype))
     return array, (array.view(np.uint16) if array.itemsize == 2 else array).reshape(-1)
+
+
+def read_float32(buffer: StridedBuffer) -> npt.NDArray[np.float32]:
+    """A float32 copy of an array, of its shape; for arrays that are small.
+
+    Parameters
+    ----------
+    buffer : StridedBuffer
+        From :func:`open_array`.
+
+    Returns
+    -------
+    ndarray of float32, of ``buffer.shape``
+        Values beyond float32 become inf.
+    """
+    seq_len, head_dim = buffer.shape[-2:]
+    rows = buffer.bases[:, None, None] + buffer.strides[0] * np.arange(seq_len)[:, None]
+    x = buffer.flat[rows + buffer.strides[1] * np.arange(head_dim)]
+    if buffer.kind.dtype == "bfloat16":
+        x = (x.astype(np.uint32) << 16).view(np.float32)
+    elif buffer.kind.dtype == "float16":
+        x = x.view(np.float16)
+    with np.errstate(over="ignore"):
+        return x.astype(np.float32).reshape(buffer.shape)
+
+
+def write_float32(flat: npt.NDArray[Any], kind: ArrayKind, x: npt.NDArray[np.float32]) -> None:
+    """Store float32 numbers as another kind, to nearest, ties to even.
+
+    Parameters
+    ----------
+    flat : ndarray, 1-d
+        From :func:`new_array`.
+    kind : ArrayKind
+        What ``flat`` holds.
+    x : ndarray of float32, 1-d
+        As many numbers.
+    """
+    if kind.dtype == "bfloat16":
+        bits = x.view(np.uint32)
+        rounded = (bits + ((bits >> 16) & 1) + np.uint32(0x7FFF)) >> 16
+        flat[:] = np.where(np.isnan(x), 0x7FC0, rounded)
+    elif kind.dtype == "float16":
+        with np.errstate(over="ignore"):
+            flat[:] = x.astype(np.float16).view(np.uint16)
+    else:
+        flat[:] = x
 
 
 def _from_torch(torch: Any, x: Any, name: str) -> tuple[npt.NDArray[Any], str]:

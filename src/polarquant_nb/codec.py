@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from polarquant_nb.arrays import ArrayKind, StridedBuffer, new_array, open_array
+from polarquant_nb.arrays import ArrayKind, StridedBuffer, new_array, open_array, read_float32
 from polarquant_nb.codebooks import Codebooks
 from polarquant_nb.formats import FormatPair, PolarFormat
 from polarquant_nb.kernels import cpu
@@ -19,7 +20,7 @@ from polarquant_nb.pages import PolarPages
 from polarquant_nb.rotations import rotation_for
 from polarquant_nb.threads import run_ranges
 
-__all__ = ["decode", "encode", "kernel_shape"]
+__all__ = ["decode", "encode", "kernel_shape", "prepared"]
 
 _PAGES_PER_THREAD = 4  # a page takes some 10 µs, a thread some 50 to start
 
@@ -97,7 +98,7 @@ def encode(
         raise ValueError(
             f"codebooks have {codebooks.level_bits} bits by level; the format has {fmt.level_bits}"
         )
-    program, shape, rotation, _ = _prepared(fmt, codebooks.is_analytic)
+    program, shape, rotation, _ = prepared(fmt, codebooks.is_analytic)
     thresholds = np.empty(0, np.float32) if codebooks.is_analytic else codebooks.thresholds()
     num_pages = -(-seq_len // PAGE)
     words = np.empty((*leading, num_pages, fmt.layout.num_words), np.uint32)
@@ -165,7 +166,7 @@ def decode(pages: PolarPages, start: int = 0, stop: int | None = None, *, dtype:
     if flat.size == 0:
         return array
     in_place = flat if flat.dtype == np.float32 else np.empty(0, np.float32)
-    program, shape, _, rotation = _prepared(fmt, pages.codebooks.is_analytic)
+    program, shape, _, rotation = prepared(fmt, pages.codebooks.is_analytic)
     cosines = pages.codebooks.cosines()
 
     def decode_range(first: int, last: int) -> None:
@@ -212,7 +213,7 @@ Factors = tuple[npt.NDArray[np.float32], ...]
 
 
 @lru_cache(maxsize=256)
-def _prepared(fmt: PolarFormat, analytic: bool) -> tuple[Program, Shape, Factors, Factors]:
+def prepared(fmt: PolarFormat, analytic: bool) -> tuple[Program, Shape, Factors, Factors]:
     """Program, sizes, and the rotation's flat factors to encode and to decode with."""
     program = Program(
         fmt.head_dim, fmt.level_bits, fmt.offset, fmt.rotation, not analytic, cpu_isa()
@@ -270,7 +271,7 @@ def _describe_nonfinite(source: StridedBuffer) -> str:
 def _describe_saturated(
     source: StridedBuffer, words: npt.NDArray[np.uint32], fmt: PolarFormat
 ) -> str:
-    """Which row has a radius beyond float16; of several the longest, as it may have moved a mean."""
+    """Which row has a radius beyond float16; of several the longest: it may have moved a mean."""
     *leading, num_pages, num_words = words.shape
     *_, seq_len, head_dim = source.shape
     radii = fmt.layout.read_radii(words.reshape(-1, num_pages, num_words))
@@ -283,9 +284,9 @@ def _describe_saturated(
 
     row, token = max(saturated.tolist(), key=lambda where: norm(*where))
     return (
-        f"x at index {(*_leading_index(row, leading), token)} has norm {norm(row, token):.4g}; radii "
-        f"beyond 65504, the largest float16, cannot be stored: scale x down, or {_PROPAGATE} radii "
-        "as 65504 and go on"
+        f"x at index {(*_leading_index(row, leading), token)} has norm {norm(row, token):.4g}; "
+        "radii beyond 65504, the largest float16, cannot be stored: scale x down, or "
+        f"{_PROPAGATE} radii as 65504 and go on"
     )
 
 
@@ -298,10 +299,4 @@ def _leading_index(row: int, leading: list[int]) -> tuple[int, ...]:
 
 def _row(source: StridedBuffer, start: int, head_dim: int) -> npt.NDArray[np.float32]:
     """One row as float32, the way kernels see it."""
-    row = source.flat[start + source.strides[1] * np.arange(head_dim)]
-    if source.kind.dtype == "bfloat16":
-        return (row.astype(np.uint32) << 16).view(np.float32)
-    if source.kind.dtype == "float16":
-        row = row.view(np.float16)
-    with np.errstate(over="ignore"):
-        return row.astype(np.float32)
+    return read_float32(replace(source, bases=np.array([start]), shape=(1, head_dim)))[0]

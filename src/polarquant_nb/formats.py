@@ -71,7 +71,8 @@ class PolarFormat:
             )
         if isinstance(self.level_bits, str) or not isinstance(self.level_bits, Sequence):
             raise TypeError(
-                f"level_bits is {self.level_bits!r}; it must be a sequence of ints such as (4, 2, 2, 2)"
+                f"level_bits is {self.level_bits!r}; it must be a sequence of ints, such as "
+                "(4, 2, 2, 2)"
             )
         bits = tuple(_integer("level_bits", b) for b in self.level_bits)
         if not bits or not all(1 <= b <= MAX_BITS for b in bits):

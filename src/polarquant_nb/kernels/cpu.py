@@ -35,7 +35,7 @@ from polarquant_nb.kernels.polar import (
 )
 from polarquant_nb.layout import PAGE
 
-__all__ = ["BFLOAT", "FLOAT", "HALF", "decode_pages", "encode_pages"]
+__all__ = ["BFLOAT", "FLOAT", "HALF", "decode_pages", "encode_pages", "load_offset"]
 
 FLOAT, HALF, BFLOAT = 0, 1, 2
 """Kinds of elements: float32 or float64 as they are; float16 and bfloat16 as uint16."""
@@ -170,7 +170,7 @@ def decode_pages(program, shape, words, tables, target, kind, direct, begin, end
         row, page = item // touched, first_page + item % touched
         word = (row * pages_per_row + page) * page_words
         if offset_kind:
-            _load_offset(words, word + offset_word, offset_kind, offset)
+            load_offset(words, word + offset_word, offset_kind, offset)
         for lane in range(0, PAGE, lanes):
             token = page * PAGE + lane
             low, high = max(begin, token), min(end, token + lanes)
@@ -261,7 +261,8 @@ def _store_offset(offset, words, word, kind):
 
 
 @kernel
-def _load_offset(words, word, kind, offset):
+def load_offset(words, word, kind, offset):
+    """The page offset at ``word``, of kind 1 (int8) or 2 (float16), as float32."""
     d = offset.size
     if kind == 2:
         for i in range(d):

@@ -18,7 +18,7 @@ from numba import njit
 from numba.core import config, types
 from numba.extending import NativeValue, models, register_model, typeof_impl, unbox
 
-__all__ = ["ISA", "Program", "ProgramType", "cpu_isa", "inlined", "kernel"]
+__all__ = ["ISA", "GroupProgram", "Program", "ProgramType", "cpu_isa", "inlined", "kernel"]
 
 ISA = Literal["avx512", "avx2", "portable"]
 
@@ -100,9 +100,47 @@ class Program:
         """Odd part of head_dim: groups that the rotation mixes densely."""
         return self.head_dim // (self.head_dim & -self.head_dim)
 
+    def for_queries(self, group: int) -> GroupProgram:
+        """The program of attention kernels for a format, and groups of so many queries."""
+        return GroupProgram(**vars(self), group=group)
+
+
+@dataclass(frozen=True)
+class GroupProgram(Program):
+    """What attention kernels are specialised on: a format and a number of queries.
+
+    Parameters
+    ----------
+    group : int
+        Queries that share the walk through a key's tree, and the rebuilding of a value.
+    """
+
+    group: int
+
+    @property
+    def folded(self) -> bool:
+        """Whether level-1 tables cover half a circle, and bit 0 of a code is a sign."""
+        register = 4 if self.isa == "avx512" else 3
+        return not self.fitted and self.level_bits[0] > register
+
+    @property
+    def pair_bits(self) -> int:
+        """Bits of a level-1 code that index a table."""
+        return self.level_bits[0] - self.folded
+
+    @property
+    def pair_entries(self) -> int:
+        """Entries of one pair's table for one query."""
+        return int(max(16, 1 << self.pair_bits))
+
+    @property
+    def by_table(self) -> bool:
+        """Whether a pair's share of a score is looked up, in tables made for each query."""
+        return self.isa == "avx512" and self.pair_bits <= 5
+
 
 class ProgramType(types.Type):
-    """Numba type of a :class:`Program`: the program is known when a kernel is compiled."""
+    """Numba type of a program, which is known when a kernel is compiled."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -110,6 +148,7 @@ class ProgramType(types.Type):
 
 
 @typeof_impl.register(Program)
+@typeof_impl.register(GroupProgram)
 def _typeof_program(value: Program, _context: object) -> ProgramType:
     return ProgramType(value)
 

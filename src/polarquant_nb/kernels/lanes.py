@@ -118,6 +118,10 @@ class ArrayLanes:
         partner = a[lane ^ stride]
         return np.where(lane & stride, partner - a, a + partner)
 
+    def total(self, a: Vector) -> Vector:
+        """Sum of all lanes, in every lane; in any order."""
+        return np.full(self.n, a.sum(), np.float32)
+
     def sqrt(self, a: Vector) -> Vector:
         """Square root, correctly rounded."""
         return np.sqrt(a)
@@ -247,6 +251,14 @@ class _Index:
     def __mul__(self, other: _Index | int) -> _Index:
         return _Index(self.b, self.b.mul(self.value, self._lift(other)))
 
+    def __floordiv__(self, power_of_two: int) -> _Index:
+        shift = power_of_two.bit_length() - 1
+        return _Index(self.b, self.b.lshr(self.value, ir.Constant(self.value.type, shift)))
+
+    def __mod__(self, power_of_two: int) -> _Index:
+        mask = ir.Constant(self.value.type, power_of_two - 1)
+        return _Index(self.b, self.b.and_(self.value, mask))
+
     __radd__ = __add__
     __rmul__ = __mul__
 
@@ -293,9 +305,7 @@ class RegisterLanes:
     def splat(self, array: ir.Value, index: Index) -> Vector:
         """One element in every lane."""
         scalar = self.b.load(self._address(array, index, array.type.pointee), align=4)
-        undefined = ir.Constant(ir.VectorType(scalar.type, self.n), ir.Undefined)
-        first = self.b.insert_element(undefined, scalar, _I32(0))
-        value = self._shuffle(first, undefined, [0] * self.n)
+        value = self._broadcast(scalar)
         return _Float(self, value) if scalar.type == _F32 else _Uint(self, value)
 
     def load_columns(self, rows: ir.Value, index: Index, stride: Index) -> list[Vector]:
@@ -380,6 +390,15 @@ class RegisterLanes:
         added, taken = (a + partner).value, (partner - a).value
         pattern = [self.n + i if i & stride else i for i in lanes]
         return _Float(self, self._shuffle(added, taken, pattern))
+
+    def total(self, a: Vector) -> Vector:
+        """Sum of all lanes, in every lane; in any order."""
+        kind = ir.FunctionType(_F32, [_F32, self.float_type])
+        name = f"llvm.vector.reduce.fadd.v{self.n}f32"
+        function = cgutils.get_or_insert_function(self.b.module, kind, name)
+        zero = ir.Constant(_F32, 0.0)
+        scalar = self.b.call(function, [zero, a.value], fastmath=("reassoc",))
+        return _Float(self, self._broadcast(scalar))
 
     def sqrt(self, a: Vector) -> Vector:
         """Square root, correctly rounded."""
@@ -469,6 +488,11 @@ class RegisterLanes:
         signature = ir.FunctionType(result, [a.type for a in arguments])
         function = cgutils.get_or_insert_function(self.b.module, signature, name)
         return self.b.call(function, arguments)
+
+    def _broadcast(self, scalar: ir.Value) -> ir.Value:
+        undefined = ir.Constant(ir.VectorType(scalar.type, self.n), ir.Undefined)
+        first = self.b.insert_element(undefined, scalar, _I32(0))
+        return self._shuffle(first, undefined, [0] * self.n)
 
     def _shuffle(self, a: ir.Value, b: ir.Value, pattern: Sequence[int]) -> ir.Value:
         indices = ir.Constant(ir.VectorType(_I32, len(pattern)), list(pattern))

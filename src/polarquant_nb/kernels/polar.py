@@ -31,6 +31,7 @@ from polarquant_nb.layout import PAGE, PageLayout, plan_page
 
 __all__ = [
     "descend",
+    "half_to_float_lanes",
     "leaf_block",
     "load_block",
     "mix_column",
@@ -38,6 +39,7 @@ __all__ = [
     "narrow_bfloat",
     "narrow_half",
     "pack",
+    "page_layout",
     "rotate_row",
     "store_block",
     "store_radii",
@@ -45,6 +47,7 @@ __all__ = [
     "tree_block",
     "unmix_column",
     "unpack",
+    "unrotate_row",
     "upper_tree",
     "widen_bfloat",
     "widen_half",
@@ -142,19 +145,36 @@ def sum_rows(
 @stage
 def rotate_row(L: Any, program: Program, x: Any, signs: Any, mix: Any, dense: Any) -> None:
     """Rotate one vector in place, as tiles are rotated, bit for bit; lanes are coordinates."""
+    _turn_row(L, program, x, signs, mix, dense, inverse=False)
+
+
+@stage
+def unrotate_row(L: Any, program: Program, x: Any, signs: Any, mix: Any, dense: Any) -> None:
+    """Inverse of :func:`rotate_row`; ``dense`` is transposed."""
+    _turn_row(L, program, x, signs, mix, dense, inverse=True)
+
+
+def _turn_row(
+    L: Any, program: Program, x: Any, signs: Any, mix: Any, dense: Any, *, inverse: bool
+) -> None:
     d, m = program.head_dim, program.num_groups
     r = [L.load(x, k * L.n) for k in range(d // L.n)]
+
+    def apply_signs(r: list[Vector], which: int) -> list[Vector]:
+        return [r[k] * L.load(signs, which * d + k * L.n) for k in range(len(r))]
+
     if program.rotation == "hadamard":
         within = tuple(1 << i for i in range(L.n.bit_length() - 1))
         across = tuple(1 << i for i in range((d // m // L.n).bit_length() - 1))
-        r = [r[k] * L.load(signs, k * L.n) for k in range(len(r))]
+        r = r if inverse else apply_signs(r, 0)
         for stride in within:
             r = [L.butterfly(v, stride) for v in r]
-        r = _across_groups(L, m, mix, _butterflies(L, r, across), transposed=False)
-        r = [r[k] * L.load(signs, d + k * L.n) for k in range(len(r))]
-        r = _butterflies(L, _across_groups(L, m, mix, r, transposed=False), across[::-1])
+        r = _across_groups(L, m, mix, _butterflies(L, r, across), transposed=inverse)
+        r = apply_signs(r, 1)
+        r = _butterflies(L, _across_groups(L, m, mix, r, transposed=inverse), across[::-1])
         for stride in within[::-1]:
             r = [L.butterfly(v, stride) for v in r]
+        r = apply_signs(r, 0) if inverse else r
     elif program.rotation == "haar":
 
         def add_row(i: Index, sums: list[Vector]) -> list[Vector]:
@@ -230,7 +250,7 @@ def tree_block(
         x = _butterflies(L, x, (8, 4, 2, 1))
     if program.offset is not None:
         x = [x[k] - L.splat(offset, b * 16 + k) for k in range(16)]
-    start = _layout(program).level_start
+    start = page_layout(program).level_start
     for level, bits in enumerate(program.level_bits[:4], 1):
         pairs = len(x) // 2
         for j in range(pairs):
@@ -247,7 +267,7 @@ def upper_tree(L: Any, program: Program, thresholds: Any, codes: Any, R: Any) ->
     """Codes of the levels above 4; the squared block radii replace those of 16 coordinates."""
     if len(program.level_bits) <= 4:
         return
-    start = _layout(program).level_start
+    start = page_layout(program).level_start
     r = [L.load(R, i * L.n) for i in range(program.head_dim // 16)]
     for level, bits in list(enumerate(program.level_bits, 1))[4:]:
         for j in range(len(r) // 2):
@@ -370,9 +390,9 @@ def fitted_code(
 def descend(L: Any, program: Program, words: Any, page: Index, lane: Index, cosines: Any,
             codes: Any, R: Any) -> None:  # fmt: skip
     """Radii from the block radii of a page down to blocks of 16 coordinates (or the format's)."""
-    layout = _layout(program)
+    layout = page_layout(program)
     r = [
-        _half_to_float(L, L.load_lanes(words, page + word, lane, 16))
+        half_to_float_lanes(L, L.load_lanes(words, page + word, lane, 16))
         for word in layout.radius_words
     ]
     for level in range(len(program.level_bits), 4, -1):
@@ -387,7 +407,7 @@ def leaf_block(
 ) -> None:
     """Rotated coordinates 16b .. 16b+15 from their radii and codes, plus the page offset."""
     levels = min(4, len(program.level_bits))
-    start = _layout(program).level_start
+    start = page_layout(program).level_start
     r = [L.load(R, (b * (16 >> levels) + j) * L.n) for j in range(16 >> levels)]
     for level in range(levels, 0, -1):
         r = _split(L, program, level, r, codes, b * (16 >> level) + start[level - 1], cosines)
@@ -419,7 +439,7 @@ def pack(
     L: Any, program: Program, codes: Any, live: Any, words: Any, page: Index, lane: Index
 ) -> None:
     """Codes of a tile to the rows of its page, in the lanes that are ``live``."""
-    layout = _layout(program)
+    layout = page_layout(program)
     for row in layout.code_rows:
         total = L.u(0)
         for node, shift in row.fields:
@@ -432,7 +452,7 @@ def pack(
 @stage
 def unpack(L: Any, program: Program, words: Any, page: Index, lane: Index, codes: Any) -> None:
     """Inverse of :func:`pack`."""
-    layout = _layout(program)
+    layout = page_layout(program)
     bits = layout.node_bits()
     for row in layout.code_rows:
         total = L.load_lanes(words, page + row.word, lane, row.width)
@@ -453,7 +473,7 @@ def store_radii(
     """
     nan = L.load(bad, lane)
     finite, within = nan <= L.f(0.0), nan <= L.f(0.0)
-    for j, word in enumerate(_layout(program).radius_words):
+    for j, word in enumerate(page_layout(program).radius_words):
         r = L.sqrt(L.load(R, j * L.n))
         fits = r <= L.f(MAX_RADIUS)
         within = within & fits
@@ -475,7 +495,7 @@ def widen_half(L: Any, program: Program, halves: Any, index: Index, rows: Any, r
     for k in range(0, program.head_dim, L.n):
         half = L.load_lanes(halves, index + k, 0, 16)
         sign = (half & L.u(0x8000)) << L.u(16)
-        magnitude = L.as_uint(_half_to_float(L, half & L.u(0x7FFF)))
+        magnitude = L.as_uint(half_to_float_lanes(L, half & L.u(0x7FFF)))
         L.store(rows, row + k, L.as_float(magnitude | sign))
 
 
@@ -525,12 +545,13 @@ def _float_to_half(L: Any, r: Vector) -> Vector:
     return L.where(bits >= L.u(113 << 23), normal, subnormal)
 
 
-def _half_to_float(L: Any, half: Vector) -> Vector:
+def half_to_float_lanes(L: Any, half: Vector) -> Vector:
     """Float of non-negative float16 bits; inf and NaN stay."""
     bits = half << L.u(13)
     special = bits >= L.u(0x7C00 << 13)
     return L.where(special, L.as_float(bits | L.u(0x7F800000)), L.as_float(bits) * L.f(2.0**112))
 
 
-def _layout(program: Program) -> PageLayout:
+def page_layout(program: Any) -> PageLayout:
+    """The layout of a program's pages."""
     return plan_page(program.head_dim, program.level_bits, program.offset)

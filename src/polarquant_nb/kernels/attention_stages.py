@@ -1,0 +1,308 @@
+"""Attention straight on the codes, as lane programs: scores, softmax, weighted values.
+
+Queries are rotated once, keys never: q·k̂ = (q S)·(k̂ S).  Keys are walked depth first, from the
+block radius down to pairs, and the part of the tree that gives a pair's radius is shared by all
+queries of the group.  Values are rebuilt a few coordinates at a time and added up in registers, one
+sum per lane.  Results are within float32 rounding of the exact ones, and need not agree bit for bit
+between machines.
+
+Tokens are taken in groups of at most 512: scores of query q stand at ``S[q * stride + token]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from polarquant_nb.codebooks import TABLE
+from polarquant_nb.kernels.jit import GroupProgram
+from polarquant_nb.kernels.lanes import Index, Vector, stage
+from polarquant_nb.kernels.polar import half_to_float_lanes, page_layout
+from polarquant_nb.layout import PAGE, Row
+
+__all__ = [
+    "GROUP_TOKENS",
+    "STRIDE",
+    "accumulate_values",
+    "query_tables",
+    "row_maxima",
+    "score_tile",
+    "softmax_rows",
+    "start_scores",
+    "value_radii",
+]
+
+GROUP_TOKENS = 512
+"""Tokens whose scores are kept at a time."""
+
+STRIDE = GROUP_TOKENS + 16
+"""Elements from one query's scores to the next's; no power of two, which would crowd cache sets."""
+
+LOG2_E = 1.4426950408889634
+_LOW = 3  # values are rebuilt from radii of 2**3 coordinates
+
+
+# ---- keys ----------------------------------------------------------------------------------------
+
+
+@stage
+def query_tables(
+    L: Any, program: GroupProgram, queries: Any, pair_cosines: Any, tables: Any
+) -> None:
+    """Per pair and query, q₁ cos θ + q₂ sin θ over the codes, where a table fits registers."""
+    if not program.by_table:
+        return
+    for k in range(0, program.pair_entries, L.n):
+        cosine, sine = L.load(pair_cosines, k), L.load(pair_cosines, TABLE + k)
+
+        def write_pair(
+            pair: Index, nothing: list[Vector], c: Vector = cosine, s: Vector = sine, k: int = k
+        ) -> list[Vector]:
+            for q in range(program.group):
+                first = L.splat(queries, pair * 2 + q * program.head_dim)
+                second = L.splat(queries, pair * 2 + (q * program.head_dim + 1))
+                at = (pair * program.group + q) * program.pair_entries + k
+                L.store(tables, at, L.fma(first, c, second * s))
+            return nothing
+
+        L.loop(program.head_dim // 2, [], write_pair)
+
+
+@stage
+def start_scores(
+    L: Any, program: GroupProgram, offset: Any, queries: Any, S: Any, token: Index
+) -> None:
+    """Scores of a page, before its codes count: q·μ for every token (0 without an offset)."""
+    for q in range(program.group):
+        share = L.f(0.0)
+        if program.offset is not None:
+            for k in range(0, program.head_dim, L.n):
+                q_k = L.load(queries, q * program.head_dim + k)
+                share = L.fma(L.load(offset, k), q_k, share)
+            share = L.total(share)
+        for t in range(0, PAGE, L.n):
+            L.store(S, token + (q * STRIDE + t), share)
+
+
+@stage
+def score_tile(
+    L: Any, program: GroupProgram, words: Any, page: Index, lane: Index, cosines: Any,
+    pair_cosines: Any, queries: Any, tables: Any, S: Any, token: Index,
+) -> None:  # fmt: skip
+    """Add q·(k̂ − μ) of a tile's keys to the scores of every query, in rotated space."""
+    code = _code_reader(L, program, words, page, lane, fetch_ahead=True)
+    scores = [L.load(S, token + q * STRIDE) for q in range(program.group)]
+    level_start = page_layout(program).level_start
+
+    def walk(level: int, i: int, r: Vector) -> None:
+        index = code(level_start[level - 1] + i)
+        if level > 1:
+            table, bits = 2 * TABLE * (level - 1), program.level_bits[level - 1]
+            cosine = L.lookup(cosines, table, bits, index)
+            sine = L.lookup(cosines, table + TABLE, bits, index)
+            walk(level - 1, 2 * i, r * cosine)
+            walk(level - 1, 2 * i + 1, r * sine)
+            return
+        r, index = _fold_half_circle(L, program, r, index)
+        if program.by_table:
+            for q in range(program.group):
+                at = (i * program.group + q) * program.pair_entries
+                entry = L.lookup(tables, at, program.pair_bits, index)
+                scores[q] = L.fma(entry, r, scores[q])
+            return
+        x = r * L.lookup(pair_cosines, 0, program.pair_bits, index)
+        y = r * L.lookup(pair_cosines, TABLE, program.pair_bits, index)
+        for q in range(program.group):
+            first = L.splat(queries, q * program.head_dim + 2 * i)
+            second = L.splat(queries, q * program.head_dim + 2 * i + 1)
+            scores[q] = L.fma(first, x, L.fma(second, y, scores[q]))
+
+    for j, word in enumerate(page_layout(program).radius_words):
+        radius = half_to_float_lanes(L, L.load_lanes(words, page + word, lane, 16))
+        walk(len(program.level_bits), j, radius)
+    for q in range(program.group):
+        L.store(S, token + q * STRIDE, scores[q])
+
+
+def _fold_half_circle(
+    L: Any, program: GroupProgram, r: Vector, index: Vector
+) -> tuple[Vector, Vector]:
+    """Level-1 codes of many bits: bit 0 negates the pair, the rest indexes half a circle."""
+    if not program.folded:
+        return r, index
+    sign = index << L.u(31)
+    return L.as_float(L.as_uint(r) ^ sign), index >> L.u(1)
+
+
+def _code_reader(
+    L: Any, program: GroupProgram, words: Any, page: Index, lane: Index, *, fetch_ahead: bool
+) -> Callable[[int], Vector]:
+    """Reader of codes, by node; higher bits are left as they are, as tables ignore them.
+
+    Every row is loaded once, and may be asked for in the next page group.
+    """
+    ahead = GROUP_TOKENS // PAGE * page_layout(program).num_words
+    where = {
+        node: (row, shift) for row in page_layout(program).code_rows for node, shift in row.fields
+    }
+    loaded: dict[Row, Vector] = {}
+
+    def read(node: int) -> Vector:
+        row, shift = where[node]
+        if row not in loaded:
+            loaded[row] = L.load_lanes(words, page + row.word, lane, row.width)
+            if fetch_ahead:
+                L.prefetch(words, page + (ahead + row.word), lane, row.width)
+        return loaded[row] >> L.u(shift) if shift else loaded[row]
+
+    return read
+
+
+# ---- softmax -------------------------------------------------------------------------------------
+
+
+@stage
+def row_maxima(L: Any, program: GroupProgram, S: Any, tokens: Index, largest: Any) -> None:
+    """Per query and lane, the largest score."""
+    for q in range(program.group):
+
+        def compare(i: Index, best: list[Vector], q: int = q) -> list[Vector]:
+            score = L.load(S, i * L.n + q * STRIDE)
+            return [L.where(score > best[0], score, best[0])]
+
+        (best,) = L.loop(tokens // L.n, [L.f(float("-inf"))], compare)
+        L.store(largest, q * L.n, best)
+
+
+@stage
+def softmax_rows(
+    L: Any, program: GroupProgram, S: Any, tokens: Index, largest: Any, total: Any
+) -> None:
+    """Scores, in units of 1/log₂ e, to weights 2^(s − largest); per lane their sums.
+
+    ``tokens`` is a multiple of the lanes; ``largest`` has one number a query, ``total`` one vector.
+    """
+    for q in range(program.group):
+        top = L.splat(largest, q)
+
+        def weigh(i: Index, sums: list[Vector], q: int = q, top: Vector = top) -> list[Vector]:
+            at = i * L.n + q * STRIDE
+            weight = exp2(L, L.load(S, at) - top)
+            L.store(S, at, weight)
+            return [sums[0] + weight]
+
+        (sums,) = L.loop(tokens // L.n, [L.f(0.0)], weigh)
+        L.store(total, q * L.n, sums)
+
+
+def exp2(L: Any, x: Vector) -> Vector:
+    """2^x for x ≤ 0, relative error 2·10⁻⁷; 0 below −126."""
+    x = L.where(x < L.f(-126.0), L.f(-127.0), x)
+    shifted = x + L.f(12582912.0)  # 1.5 · 2^23: rounds x to an integer, in the low bits
+    f = x - (shifted - L.f(12582912.0))
+    y = L.f(1.5403530e-4)
+    for c in (1.3333558e-3, 9.6181291e-3, 5.5504109e-2, 2.4022651e-1, 6.9314718e-1, 1.0):
+        y = L.fma(y, f, L.f(c))
+    exponent = (L.as_uint(shifted) + L.u(127)) << L.u(23)
+    return y * L.as_float(exponent)
+
+
+# ---- values --------------------------------------------------------------------------------------
+
+
+@stage
+def value_radii(
+    L: Any, program: GroupProgram, words: Any, page: Index, lane: Index, cosines: Any, live: Any,
+    R: Any, token: Index,
+) -> None:  # fmt: skip
+    """Radii of runs of 8 coordinates (or the blocks, if smaller) of a tile, in its live lanes.
+
+    Run i of token t goes to ``R[i * STRIDE + t]``.
+    """
+    code = _code_reader(L, program, words, page, lane, fetch_ahead=False)
+    low = min(_LOW, len(program.level_bits))
+    level_start = page_layout(program).level_start
+
+    def walk(level: int, i: int, r: Vector) -> None:
+        if level == low:
+            L.store(R, token + i * STRIDE, r)
+            return
+        index = code(level_start[level - 1] + i)
+        table, bits = 2 * TABLE * (level - 1), program.level_bits[level - 1]
+        walk(level - 1, 2 * i, r * L.lookup(cosines, table, bits, index))
+        walk(level - 1, 2 * i + 1, r * L.lookup(cosines, table + TABLE, bits, index))
+
+    layout = page_layout(program)
+    for row in layout.code_rows:  # the next page group's
+        ahead = GROUP_TOKENS // PAGE * layout.num_words + row.word
+        L.prefetch(words, page + ahead, lane, row.width)
+    for j, word in enumerate(layout.radius_words):
+        half = L.load_lanes(words, page + word, lane, 16) & L.load(live, 0)
+        walk(len(program.level_bits), j, half_to_float_lanes(L, half))
+
+
+@stage
+def accumulate_values(
+    L: Any, program: GroupProgram, words: Any, page: Index, tiles: Index, cosines: Any,
+    pair_cosines: Any, R: Any, S: Any, sums: Any,
+) -> None:  # fmt: skip
+    """Add the weighted values of ``tiles`` tiles, from a page's first, to ``sums``, lane by lane.
+
+    Coordinate i of query q has its vector of sums at ``sums[(i * group + q) * lanes]``.
+    """
+    low = min(_LOW, len(program.level_bits))
+    # as many sums as leave half of the registers free
+    width = 4 if program.isa == "avx512" and program.group <= 4 and low > 1 else 2
+    for first in range(0, program.head_dim, width):
+        _accumulate_run(
+            L, program, first, width, low, words, page, tiles, cosines, pair_cosines, R, S, sums
+        )
+
+
+def _accumulate_run(
+    L: Any, program: GroupProgram, first: int, width: int, low: int, words: Any, page: Index,
+    tiles: Index, cosines: Any, pair_cosines: Any, R: Any, S: Any, sums: Any,
+) -> None:  # fmt: skip
+    """Coordinates ``first .. first + width − 1``: their sums stay in registers over all tiles."""
+    level_start = page_layout(program).level_start
+    places = [
+        ((first + c) * program.group + q) * L.n for q in range(program.group) for c in range(width)
+    ]
+
+    def add_tile(t: Index, totals: list[Vector]) -> list[Vector]:
+        token, per_page = t * L.n, PAGE // L.n
+        this_page = page + t // per_page * page_layout(program).num_words
+        code = _code_reader(L, program, words, this_page, t % per_page * L.n, fetch_ahead=False)
+        values: dict[int, Vector] = {}
+
+        def walk(level: int, i: int, r: Vector) -> None:
+            """Down to the coordinates wanted, and to no others."""
+            span = 1 << level
+            if (i + 1) * span <= first or i * span >= first + width:
+                return
+            index = code(level_start[level - 1] + i)
+            if level > 1:
+                table, bits = 2 * TABLE * (level - 1), program.level_bits[level - 1]
+                for half in (0, 1):
+                    child = 2 * i + half
+                    if child * span // 2 < first + width and (child + 1) * span // 2 > first:
+                        factor = L.lookup(cosines, table + half * TABLE, bits, index)
+                        walk(level - 1, child, r * factor)
+                return
+            r, index = _fold_half_circle(L, program, r, index)
+            values[2 * i] = r * L.lookup(pair_cosines, 0, program.pair_bits, index)
+            values[2 * i + 1] = r * L.lookup(pair_cosines, TABLE, program.pair_bits, index)
+
+        run = first >> low
+        walk(low, run, L.load(R, token + run * STRIDE))
+        totals = list(totals)
+        for q in range(program.group):
+            weight = L.load(S, token + q * STRIDE)
+            for c in range(width):
+                k = q * width + c
+                totals[k] = L.fma(weight, values[first + c], totals[k])
+        return totals
+
+    start = [L.load(sums, place) for place in places]
+    for place, total in zip(places, L.loop(tiles, start, add_tile), strict=True):
+        L.store(sums, place, total)
