@@ -16,8 +16,8 @@ from polarquant_nb.arrays import (
     read_float32,
     write_float32,
 )
-from polarquant_nb.codebooks import TABLE, Codebooks
-from polarquant_nb.codec import decode, prepared
+from polarquant_nb.codebooks import Codebooks
+from polarquant_nb.codec import Factors, decode, prepared
 from polarquant_nb.kernels import attention_cpu
 from polarquant_nb.kernels.attention_stages import GROUP_TOKENS
 from polarquant_nb.kernels.jit import GroupProgram
@@ -32,6 +32,9 @@ _MAX_GROUP = 8
 
 _FUSED_QUERIES = 64
 """With more queries to a kv head, decoding pages and multiplying matrices is faster."""
+
+_WEIGHT_BYTES = 2**20
+"""Weights held at a time by the fused path, over all rows."""
 
 _PREFILL_TOKENS = 2048
 """Tokens decoded at a time for many queries."""
@@ -145,53 +148,64 @@ def _fused(problem: _Problem) -> tuple[FloatArray, FloatArray]:
     key_codec, key_shape, forward, _ = prepared(keys.format, keys.codebooks.is_analytic)
     value_codec, value_shape, _, back = prepared(values.format, values.codebooks.is_analytic)
     key_program, value_program = key_codec.for_queries(group), value_codec.for_queries(group)
-    key_tables = (*forward, keys.codebooks.cosines(), _pair_cosines(keys.codebooks, key_program))
-    value_tables = (
-        *back,
-        values.codebooks.cosines(),
-        _pair_cosines(values.codebooks, value_program),
-    )
+    key_tables = _tables(forward, keys.codebooks, key_program)
+    value_tables = _tables(back, values.codebooks, value_program)
 
-    ranges, range_pages = _split(keys.num_pages, rows * groups)
-    shape = (group, groups, ranges, range_pages)
+    shape = group, groups, *_split(keys.num_pages, rows * groups, group)
+    _, _, ranges, range_pages, span_pages = shape
     items = rows * groups * ranges
-    sums = np.empty(items * group * values.format.head_dim, np.float32)
-    largest, totals = np.empty((2, items * group), np.float32)
+    S = np.empty(items * group * (span_pages * PAGE + 16), np.float32)
+    sums = np.empty(items * group * values.format.head_dim * value_codec.lanes, np.float32)
+    top, totals, factors = np.empty((3, items * group), np.float32)
     bias, base, stride = _flat_bias(problem.bias, rows, n, groups * group)
+    key_words, value_words = keys.words.reshape(-1), values.words.reshape(-1)
+    for span in range(-(-range_pages // span_pages)):
 
-    def attend_range(first: int, last: int) -> None:
-        attention_cpu.attend_ranges(
-            key_program, value_program, key_codec, shape, key_shape, value_shape,
-            padded.reshape(-1), keys.words.reshape(-1), values.words.reshape(-1), key_tables,
-            value_tables, problem.scale, problem.softcap, bias, base, stride, visible.reshape(-1),
-            keys.seq_len, sums, largest, totals, first, last,
-        )  # fmt: skip
+        def weigh(first: int, last: int, span: int = span) -> None:
+            attention_cpu.weigh_keys(
+                key_program, key_codec, shape, key_shape, padded.reshape(-1), key_words, key_tables,
+                problem.scale, problem.softcap, bias, base, stride, visible.reshape(-1),
+                keys.seq_len, span, S, top, totals, factors, first, last,
+            )  # fmt: skip
 
-    run_ranges(attend_range, items, 1)
+        def add(first: int, last: int, span: int = span) -> None:
+            attention_cpu.add_values(
+                value_program, shape, value_shape, value_words, value_tables, keys.seq_len, span, S,
+                factors, sums, first, last,
+            )  # fmt: skip
+
+        run_ranges(weigh, items, 1)
+        run_ranges(add, items, 1)
     out = np.empty((rows, groups * group, values.format.head_dim), np.float32)
     lse = np.empty((rows, groups * group), np.float32)
     attention_cpu.merge_ranges(
-        value_codec, shape, value_tables, sums, largest, totals, out.reshape(-1), lse.reshape(-1)
-    )
+        value_codec, shape, value_shape, value_tables, sums, top, totals, out.reshape(-1),
+        lse.reshape(-1),
+    )  # fmt: skip
     return out[:, :n], lse[:, :n]
 
 
-def _split(num_pages: int, rows: int) -> tuple[int, int]:
-    """Ranges of a row, and pages of a range: enough ranges to keep every thread busy."""
+def _split(num_pages: int, rows: int, group: int) -> tuple[int, int, int]:
+    """Ranges of a row, pages of a range, and pages of a span.
+
+    There are enough ranges to keep every thread busy, and spans so long that all weights held at a
+    time take a mebibyte; all in whole page groups.
+    """
     per_group = GROUP_TOKENS // PAGE
     page_groups = -(-num_pages // per_group)
-    ranges = min(page_groups, max(1, -(-2 * get_num_threads() // rows)))
-    if get_num_threads() == 1:
-        ranges = 1
-    pages = -(-page_groups // ranges) * per_group
-    return -(-num_pages // pages), pages
+    threads = get_num_threads()
+    ranges = 1 if threads == 1 else min(page_groups, max(1, -(-2 * threads // rows)))
+    range_pages = -(-page_groups // ranges) * per_group
+    ranges = -(-num_pages // range_pages)
+    weights = _WEIGHT_BYTES // (4 * group * rows * ranges)
+    span_pages = min(range_pages, max(1, weights // GROUP_TOKENS) * per_group)
+    return ranges, range_pages, span_pages
 
 
-def _pair_cosines(codebooks: Codebooks, program: GroupProgram) -> FloatArray:
-    """Cosines, then sines, of level 1 as attention looks them up; see ``GroupProgram.folded``."""
-    angles = codebooks.angles[0][:: 2 if program.folded else 1]
-    angles = angles[np.arange(TABLE) % len(angles)]
-    return np.concatenate([np.cos(angles), np.sin(angles)]).astype(np.float32)
+def _tables(rotation: Factors, codebooks: Codebooks, program: GroupProgram) -> Factors:
+    """What kernels look up: the rotation's factors, cosines, and those of level 1 once more."""
+    pairs = codebooks.half_circle_cosines if program.folded else codebooks.cosines
+    return (*rotation, codebooks.cosines, pairs)
 
 
 def _flat_bias(

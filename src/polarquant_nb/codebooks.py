@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from math import pi
 from typing import Any
 
@@ -173,13 +173,15 @@ class Codebooks:
             raise ValueError(f"path is {os.fspath(path)!r}; that file does not hold codebooks")
         return Codebooks(content["angles"])
 
+    @cached_property
     def cosines(self) -> npt.NDArray[np.float32]:
         """Cosine and sine tables for kernels: entry ``(2 (ℓ−1) + sine) · 64 + code``, flat."""
-        table = np.zeros((len(self.angles), 2, TABLE), np.float32)
-        for level, codewords in enumerate(self.angles):
-            code = np.arange(TABLE) % len(codewords)
-            table[level] = np.cos(codewords[code]), np.sin(codewords[code])
-        return table.ravel()
+        return np.concatenate([_table(codewords) for codewords in self.angles])
+
+    @cached_property
+    def half_circle_cosines(self) -> npt.NDArray[np.float32]:
+        """Cosines and sines of level-1 codes with bit 0 clear, entry ``64 sine + code / 2``."""
+        return _table(self.angles[0][::2])
 
     def thresholds(self) -> npt.NDArray[np.float32]:
         """Cell boundaries for kernels that encode with fitted codebooks, flat.
@@ -204,6 +206,11 @@ class Codebooks:
         )
         tangents = [np.tan((c[1:] + c[:-1]) / 2) ** 2 for c in upper]
         return np.concatenate([level1.ravel(), *tangents]).astype(np.float32)
+
+
+def _table(angles: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
+    repeated = angles[np.arange(TABLE) % len(angles)]
+    return np.concatenate([np.cos(repeated), np.sin(repeated)]).astype(np.float32)
 
 
 @cache

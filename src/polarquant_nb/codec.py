@@ -167,7 +167,7 @@ def decode(pages: PolarPages, start: int = 0, stop: int | None = None, *, dtype:
         return array
     in_place = flat if flat.dtype == np.float32 else np.empty(0, np.float32)
     program, shape, _, rotation = prepared(fmt, pages.codebooks.is_analytic)
-    cosines = pages.codebooks.cosines()
+    cosines = pages.codebooks.cosines
 
     def decode_range(first: int, last: int) -> None:
         cpu.decode_pages(

@@ -1,8 +1,9 @@
 """Attention over pages on the CPU: the loops around ``attention_stages.py``.
 
-Flash decoding: the pages of a row are cut into ranges; each range gives, per query, the largest
-score, the sum of weights, and the weighted sum of values; ranges merge exactly.  Scores are in
-units of 1/log₂ e, so that weights are powers of two.
+Flash decoding: the pages of a row are cut into ranges, which merge exactly at the end.  A range is
+gone through in spans of tokens: :func:`weigh_keys` turns a span's keys into weights,
+:func:`add_values` adds its values.  The two are compiled apart, each for its own format.  Scores
+are in units of 1/log₂ e, so that weights are powers of two.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import math
 
 import numpy as np
 
+from polarquant_nb.codebooks import TABLE
 from polarquant_nb.kernels.attention_stages import (
     GROUP_TOKENS,
-    STRIDE,
+    RADIUS_STRIDE,
     accumulate_values,
     query_tables,
     row_maxima,
@@ -27,32 +29,32 @@ from polarquant_nb.kernels.jit import kernel
 from polarquant_nb.kernels.polar import rotate_row, unrotate_row
 from polarquant_nb.layout import PAGE
 
-__all__ = ["attend_ranges", "merge_ranges"]
+__all__ = ["add_values", "merge_ranges", "weigh_keys"]
 
 _LOG2_E = 1.4426950408889634
 
 
 @kernel
-def attend_ranges(key_program, value_program, codec, shape, key_shape, value_shape, queries, keys,
-                  values, key_tables, value_tables, scale, softcap, bias, bias_base, bias_strides,
-                  causal, seq_len, sums, largest, totals, first, last):  # fmt: skip
-    """Work items ``first .. last−1``: one row of pages, one group of queries, one range of pages.
+def weigh_keys(program, codec, shape, sizes, queries, keys, tables, scale, softcap, bias,
+               bias_base, bias_stride, visible, seq_len, span, S, top, totals, factors, first,
+               last):  # fmt: skip
+    """Weights of a span of tokens, for items ``first .. last−1``: a row, a group, a range each.
 
     Parameters
     ----------
-    key_program, value_program : GroupProgram
-        Formats, and the number of queries of a group.
+    program : GroupProgram
+        Format of the keys, and the number of queries of a group.
     codec : Program
-        Of the keys: how queries are rotated.
+        How queries are rotated.
     shape : tuple of int
-        Queries of a group, groups of a row, ranges of a row, pages of a range.
-    key_shape, value_shape : tuple of int
+        Queries of a group, groups of a row, ranges of a row, pages of a range, pages of a span.
+    sizes : tuple of int
         See :func:`polarquant_nb.codec.kernel_shape`.
     queries : 1-d array of float32
         Rows, groups, queries of a group, coordinates; missing queries are zero.
-    keys, values : 1-d array of uint32
+    keys : 1-d array of uint32
         Pages.
-    key_tables, value_tables : tuple of 1-d arrays of float32
+    tables : tuple of 1-d arrays of float32
         Signs, mix, dense matrix, cosines, cosines of pairs.
     scale, softcap : float
         Of the logits; no softcap if 0.
@@ -60,161 +62,182 @@ def attend_ranges(key_program, value_program, codec, shape, key_shape, value_sha
         Added to the logits; empty if there is none.
     bias_base : 1-d array of int64
         Element of ``bias`` at which each query's first token is.
-    bias_strides : int
+    bias_stride : int
         Elements from token to token.
-    causal : 1-d array of int64
+    visible : 1-d array of int64
         Tokens that each query may see.
     seq_len : int
         Tokens of a row.
-    sums, largest, totals : 1-d arrays of float32
-        Results of each item: per query a vector, a number, a number.
+    span : int
+        Which span of each range; 0 starts afresh.
+    S : 1-d array of float32
+        Weights: items, queries, tokens of a span and 16 elements of padding.
+    top, totals, factors : 1-d arrays of float32
+        Per item and query: the largest score so far, the sum of weights, and the factor by which
+        what was added up before shrinks.
     first, last : int
         Range of items.
     """
-    group, groups, ranges, range_pages = shape
-    lanes, d, _, key_words, offset_word, offset_kind, _ = key_shape
-    _, dv, _, value_words, value_offset_word, value_offset_kind, _ = value_shape
-    signs, mix, dense, key_cosines, key_pairs = key_tables
-    value_cosines, value_pairs = value_tables[3], value_tables[4]
+    group, groups, ranges, range_pages, span_pages = shape
+    lanes, d, _, page_words, offset_word, offset_kind, _ = sizes
+    signs, mix, dense, cosines, pairs = tables
     pages_per_row = (seq_len + PAGE - 1) // PAGE
+    stride = span_pages * PAGE + 16
     Q = np.empty(group * d, np.float32)
-    tables = np.empty(d // 2 * group * 64, np.float32)
-    S = np.empty(group * STRIDE, np.float32)
-    R = np.empty(dv // 2 * STRIDE, np.float32)
-    offset, value_offset = np.zeros(d, np.float32), np.zeros(dv, np.float32)
-    best = np.empty(group * lanes, np.float32)
-    top = np.empty(group, np.float32)
-    added = np.empty(group * lanes, np.float32)
-    acc = np.empty(dv * group * lanes, np.float32)
-    live = np.empty(lanes, np.uint32)
+    query_table = np.empty(d // 2 * group * TABLE, np.float32)
+    offset = np.zeros(d, np.float32)
+    best, added = np.empty(group * lanes, np.float32), np.empty(group * lanes, np.float32)
     for item in range(first, last):
         row = item // (groups * ranges)
         query = item // ranges * group  # counted over rows, groups and queries
-        begin = item % ranges * range_pages
-        end = min(begin + range_pages, pages_per_row)
+        begin = item % ranges * range_pages + span * span_pages
+        end = min(begin + span_pages, (item % ranges + 1) * range_pages, pages_per_row)
+        if begin >= end:
+            factors[item * group : (item + 1) * group] = np.float32(1)
+            continue
+        tokens = min((end - begin) * PAGE, seq_len - begin * PAGE)
+        padded = (tokens + lanes - 1) // lanes * lanes
+        s = item * group * stride
         for i in range(group * d):
             Q[i] = queries[query * d + i] * np.float32(scale * _LOG2_E)
         for q in range(group):
             rotate_row(codec, Q[q * d : (q + 1) * d], signs, mix, dense)
-        query_tables(key_program, Q, key_pairs, tables)
-        for i in range(acc.size):
-            acc[i] = np.float32(0)
+        query_tables(program, Q, pairs, query_table)
+        for page in range(begin, end):
+            word = (row * pages_per_row + page) * page_words
+            at = s + (page - begin) * PAGE
+            if offset_kind:
+                load_offset(keys, word + offset_word, offset_kind, offset)
+            start_scores(program, offset, Q, S, at, stride)
+            for lane in range(0, min(PAGE, seq_len - page * PAGE), lanes):
+                score_tile(program, keys, word, lane, cosines, pairs, Q, query_table, S, at + lane,
+                           stride)  # fmt: skip
+        _finish_scores(S, s, stride, group, begin * PAGE, tokens, padded, softcap, bias, bias_base,
+                       bias_stride, visible, query)  # fmt: skip
+        row_maxima(program, S, s, stride, padded, best)
         for q in range(group):
-            largest[query * ranges + item % ranges * group + q] = np.float32(-np.inf)
-            totals[query * ranges + item % ranges * group + q] = np.float32(0)
-        result = query * ranges + item % ranges * group
-        for page in range(begin, end, GROUP_TOKENS // PAGE):
-            tokens = min(GROUP_TOKENS, seq_len - page * PAGE, (end - page) * PAGE)
-            tiles = (tokens + lanes - 1) // lanes
-            key_base = (row * pages_per_row + page) * key_words
-            value_base = (row * pages_per_row + page) * value_words
-            for p in range((tokens + PAGE - 1) // PAGE):
-                if offset_kind:
-                    load_offset(keys, key_base + p * key_words + offset_word, offset_kind, offset)
-                start_scores(key_program, offset, Q, S, p * PAGE)
-            for t in range(tiles):
-                token = t * lanes
-                score_tile(key_program, keys, key_base + token // PAGE * key_words, token % PAGE,
-                           key_cosines, key_pairs, Q, tables, S, token)  # fmt: skip
-            _finish_scores(S, group, page * PAGE, tokens, tiles * lanes, softcap, bias, bias_base,
-                           bias_strides, causal, query)  # fmt: skip
-            row_maxima(key_program, S, tiles * lanes, best)
-            for q in range(group):
-                before = largest[result + q]
-                now = before
-                for t in range(lanes):
-                    now = max(now, best[q * lanes + t])
-                largest[result + q] = now
-                top[q] = np.float32(0) if now == -np.inf else now
-                factor = np.float32(0) if before == -np.inf else np.float32(2) ** (before - now)
-                if factor != 1:
-                    totals[result + q] *= factor
-                    for i in range(dv):
-                        for t in range(lanes):
-                            acc[(i * group + q) * lanes + t] *= factor
-            softmax_rows(key_program, S, tiles * lanes, top, added)
-            for q in range(group):
-                for t in range(lanes):
-                    totals[result + q] += added[q * lanes + t]
-            live[:] = np.uint32(0xFFFFFFFF)
-            for t in range(tiles):
-                token = t * lanes
-                if token + lanes > tokens:
-                    for k in range(tokens - token, lanes):
-                        live[k] = np.uint32(0)
-                value_radii(value_program, values, value_base + token // PAGE * value_words,
-                            token % PAGE, value_cosines, live, R, token)  # fmt: skip
-            accumulate_values(value_program, values, value_base, tiles, value_cosines, value_pairs,
-                              R, S, acc)  # fmt: skip
-            if value_offset_kind:
-                for p in range((tokens + PAGE - 1) // PAGE):
-                    word = value_base + p * value_words + value_offset_word
-                    load_offset(values, word, value_offset_kind, value_offset)
-                    count = min(PAGE, tokens - p * PAGE)
-                    _add_offset(S, p * PAGE, count, group, value_offset, acc, lanes)
+            before = top[item * group + q] if span else np.float32(-np.inf)
+            now = before
+            for t in range(lanes):
+                now = max(now, best[q * lanes + t])
+            top[item * group + q] = now
+            # a query that has seen nothing yet: any finite number will do
+            best[q] = np.float32(0) if now == -np.inf else now
+            shrink = np.float32(0) if before == -np.inf else np.float32(2) ** (before - now)
+            factors[item * group + q] = shrink
+        softmax_rows(program, S, s, stride, padded, best, added)
         for q in range(group):
-            for i in range(dv):
-                total = np.float32(0)
-                for t in range(lanes):
-                    total += acc[(i * group + q) * lanes + t]
-                sums[(result + q) * dv + i] = total
+            total = totals[item * group + q] * factors[item * group + q] if span else np.float32(0)
+            for t in range(lanes):
+                total += added[q * lanes + t]
+            totals[item * group + q] = total
 
 
 @kernel
-def _add_offset(S, start, count, group, offset, acc, lanes):
+def add_values(program, shape, sizes, values, tables, seq_len, span, S, factors, sums, first, last):
+    """Weighted values of a span, added to ``sums``: items, coordinates, queries, lanes.
+
+    Parameters are those of :func:`weigh_keys`, of the values.
+    """
+    group, groups, ranges, range_pages, span_pages = shape
+    lanes, d, _, page_words, offset_word, offset_kind, _ = sizes
+    _, _, _, cosines, pairs = tables
+    pages_per_row = (seq_len + PAGE - 1) // PAGE
+    stride = span_pages * PAGE + 16
+    R = np.empty(d // 2 * RADIUS_STRIDE, np.float32)
+    offset = np.zeros(d, np.float32)
+    live = np.empty(lanes, np.uint32)
+    for item in range(first, last):
+        row = item // (groups * ranges)
+        begin = item % ranges * range_pages + span * span_pages
+        end = min(begin + span_pages, (item % ranges + 1) * range_pages, pages_per_row)
+        a = item * d * group * lanes
+        for q in range(group):
+            factor = factors[item * group + q] if span else np.float32(0)
+            if factor != 1:
+                for i in range(d):
+                    for t in range(lanes):
+                        at = a + (i * group + q) * lanes + t
+                        sums[at] = sums[at] * factor if span else np.float32(0)
+        for page in range(begin, end, GROUP_TOKENS // PAGE):
+            tokens = min(GROUP_TOKENS, (end - page) * PAGE, seq_len - page * PAGE)
+            tiles = (tokens + lanes - 1) // lanes
+            word = (row * pages_per_row + page) * page_words
+            s = item * group * stride + (page - begin) * PAGE
+            live[:] = np.uint32(0xFFFFFFFF)
+            for token in range(0, tokens, lanes):
+                for t in range(max(0, tokens - token), lanes):
+                    live[t] = np.uint32(0)
+                value_radii(program, values, word + token // PAGE * page_words, token % PAGE,
+                            cosines, live, R, token)  # fmt: skip
+            accumulate_values(
+                program, values, word, tiles, cosines, pairs, R, S, s, stride, sums, a
+            )
+            if offset_kind:
+                for p in range((tokens + PAGE - 1) // PAGE):
+                    load_offset(values, word + p * page_words + offset_word, offset_kind, offset)
+                    count = min(PAGE, tokens - p * PAGE)
+                    _add_offset(S, s + p * PAGE, stride, count, group, offset, sums, a, lanes)
+
+
+@kernel
+def _add_offset(S, s, stride, count, group, offset, sums, a, lanes):
     """A page's value offset, times the weight of the page's tokens."""
     for q in range(group):
         weight = np.float32(0)
-        for t in range(start, start + count):
-            weight += S[q * STRIDE + t]
+        for t in range(count):
+            weight += S[s + q * stride + t]
         for i in range(offset.size):
-            acc[(i * group + q) * lanes] += weight * offset[i]
+            sums[a + (i * group + q) * lanes] += weight * offset[i]
 
 
 @kernel
-def _finish_scores(S, group, start, tokens, padded, softcap, bias, base, stride, causal, query):
+def _finish_scores(S, s, stride, group, start, tokens, padded, softcap, bias, base, bias_stride,
+                   visible, query):  # fmt: skip
     """Soft cap, bias and causal limit; lanes without a token get −∞."""
     for q in range(group):
-        row = q * STRIDE
+        row = s + q * stride
         if softcap > 0:
             cap = np.float32(softcap * _LOG2_E)
             for t in range(tokens):
                 S[row + t] = cap * np.float32(math.tanh(S[row + t] / cap))
         if bias.size:
-            at = base[query + q] + start * stride
+            at = base[query + q] + start * bias_stride
             for t in range(tokens):
-                S[row + t] += bias[at + t * stride] * np.float32(_LOG2_E)
-        for t in range(max(0, min(tokens, causal[query + q] - start)), padded):
+                S[row + t] += bias[at + t * bias_stride] * np.float32(_LOG2_E)
+        for t in range(max(0, min(tokens, visible[query + q] - start)), padded):
             S[row + t] = np.float32(-np.inf)
 
 
 @kernel
-def merge_ranges(codec, shape, value_tables, sums, largest, totals, out, lse):
+def merge_ranges(codec, shape, sizes, tables, sums, top, totals, out, lse):
     """Merge the ranges of each query, and rotate the result back.
 
     ``out`` has a vector a query, ``lse`` the logarithm of its sum of exponentials; a query that
     sees nothing gets zeros and −∞.
     """
-    group, _, ranges, _ = shape
-    signs, mix, dense, _, _ = value_tables
-    dv = out.size // lse.size
-    vector = np.empty(dv, np.float32)
+    group, _, ranges, _, _ = shape
+    lanes, d, _, _, _, _, _ = sizes
+    signs, mix, dense, _, _ = tables
+    vector = np.empty(d, np.float32)
     for query in range(lse.size):
-        first = query // group * group * ranges + query % group
-        top = np.float32(-np.inf)
-        for k in range(ranges):
-            top = max(top, largest[first + k * group])
+        q, first = query % group, query // group * ranges
+        best = np.float32(-np.inf)
+        for item in range(first, first + ranges):
+            best = max(best, top[item * group + q])
         vector[:] = np.float32(0)
         total = np.float32(0)
-        if top > -np.inf:
-            for k in range(ranges):
-                weight = np.float32(2) ** (largest[first + k * group] - top)
-                total += weight * totals[first + k * group]
-                for i in range(dv):
-                    vector[i] += weight * sums[(first + k * group) * dv + i]
-        for i in range(dv):
+        if best > -np.inf:
+            for item in range(first, first + ranges):
+                weight = np.float32(2) ** (top[item * group + q] - best)
+                total += weight * totals[item * group + q]
+                for i in range(d):
+                    at = ((item * d + i) * group + q) * lanes
+                    for t in range(lanes):
+                        vector[i] += weight * sums[at + t]
+        for i in range(d):
             vector[i] = vector[i] / total if total > 0 or math.isnan(total) else np.float32(0)
         unrotate_row(codec, vector, signs, mix, dense)
-        for i in range(dv):
-            out[query * dv + i] = vector[i]
-        lse[query] = (top + math.log2(total)) / _LOG2_E if total > 0 else top
+        for i in range(d):
+            out[query * d + i] = vector[i]
+        lse[query] = (best + math.log2(total)) / _LOG2_E if total > 0 else best

@@ -6,7 +6,7 @@ queries of the group.  Values are rebuilt a few coordinates at a time and added 
 sum per lane.  Results are within float32 rounding of the exact ones, and need not agree bit for bit
 between machines.
 
-Tokens are taken in groups of at most 512: scores of query q stand at ``S[q * stride + token]``.
+Scores of query q stand at ``S[s + q * stride + token]``, and become weights in place.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from polarquant_nb.layout import PAGE, Row
 
 __all__ = [
     "GROUP_TOKENS",
-    "STRIDE",
+    "RADIUS_STRIDE",
     "accumulate_values",
     "query_tables",
     "row_maxima",
@@ -33,10 +33,10 @@ __all__ = [
 ]
 
 GROUP_TOKENS = 512
-"""Tokens whose scores are kept at a time."""
+"""Tokens whose values are added up at a time."""
 
-STRIDE = GROUP_TOKENS + 16
-"""Elements from one query's scores to the next's; no power of two, which would crowd cache sets."""
+RADIUS_STRIDE = GROUP_TOKENS + 16
+"""Elements between the radii of runs; no power of two, which would crowd sets of the cache."""
 
 LOG2_E = 1.4426950408889634
 _LOW = 3  # values are rebuilt from radii of 2**3 coordinates
@@ -70,7 +70,7 @@ def query_tables(
 
 @stage
 def start_scores(
-    L: Any, program: GroupProgram, offset: Any, queries: Any, S: Any, token: Index
+    L: Any, program: GroupProgram, offset: Any, queries: Any, S: Any, s: Index, stride: Index
 ) -> None:
     """Scores of a page, before its codes count: q·μ for every token (0 without an offset)."""
     for q in range(program.group):
@@ -81,17 +81,17 @@ def start_scores(
                 share = L.fma(L.load(offset, k), q_k, share)
             share = L.total(share)
         for t in range(0, PAGE, L.n):
-            L.store(S, token + (q * STRIDE + t), share)
+            L.store(S, s + stride * q + t, share)
 
 
 @stage
 def score_tile(
     L: Any, program: GroupProgram, words: Any, page: Index, lane: Index, cosines: Any,
-    pair_cosines: Any, queries: Any, tables: Any, S: Any, token: Index,
+    pair_cosines: Any, queries: Any, tables: Any, S: Any, s: Index, stride: Index,
 ) -> None:  # fmt: skip
     """Add q·(k̂ − μ) of a tile's keys to the scores of every query, in rotated space."""
     code = _code_reader(L, program, words, page, lane, fetch_ahead=True)
-    scores = [L.load(S, token + q * STRIDE) for q in range(program.group)]
+    scores = [L.load(S, s + stride * q) for q in range(program.group)]
     level_start = page_layout(program).level_start
 
     def walk(level: int, i: int, r: Vector) -> None:
@@ -121,7 +121,7 @@ def score_tile(
         radius = half_to_float_lanes(L, L.load_lanes(words, page + word, lane, 16))
         walk(len(program.level_bits), j, radius)
     for q in range(program.group):
-        L.store(S, token + q * STRIDE, scores[q])
+        L.store(S, s + stride * q, scores[q])
 
 
 def _fold_half_circle(
@@ -162,12 +162,14 @@ def _code_reader(
 
 
 @stage
-def row_maxima(L: Any, program: GroupProgram, S: Any, tokens: Index, largest: Any) -> None:
-    """Per query and lane, the largest score."""
+def row_maxima(
+    L: Any, program: GroupProgram, S: Any, s: Index, stride: Index, tokens: Index, largest: Any
+) -> None:
+    """Per query and lane, the largest of ``tokens`` scores, a multiple of the lanes."""
     for q in range(program.group):
 
         def compare(i: Index, best: list[Vector], q: int = q) -> list[Vector]:
-            score = L.load(S, i * L.n + q * STRIDE)
+            score = L.load(S, s + stride * q + i * L.n)
             return [L.where(score > best[0], score, best[0])]
 
         (best,) = L.loop(tokens // L.n, [L.f(float("-inf"))], compare)
@@ -176,23 +178,21 @@ def row_maxima(L: Any, program: GroupProgram, S: Any, tokens: Index, largest: An
 
 @stage
 def softmax_rows(
-    L: Any, program: GroupProgram, S: Any, tokens: Index, largest: Any, total: Any
-) -> None:
-    """Scores, in units of 1/log₂ e, to weights 2^(s − largest); per lane their sums.
-
-    ``tokens`` is a multiple of the lanes; ``largest`` has one number a query, ``total`` one vector.
-    """
+    L: Any, program: GroupProgram, S: Any, s: Index, stride: Index, tokens: Index, top: Any,
+    totals: Any,
+) -> None:  # fmt: skip
+    """Scores, in units of 1/log₂ e, to weights 2^(score − top), and per lane their sums."""
     for q in range(program.group):
-        top = L.splat(largest, q)
+        top_q = L.splat(top, q)
 
-        def weigh(i: Index, sums: list[Vector], q: int = q, top: Vector = top) -> list[Vector]:
-            at = i * L.n + q * STRIDE
-            weight = exp2(L, L.load(S, at) - top)
+        def weigh(i: Index, sums: list[Vector], q: int = q, top_q: Vector = top_q) -> list[Vector]:
+            at = s + stride * q + i * L.n
+            weight = exp2(L, L.load(S, at) - top_q)
             L.store(S, at, weight)
             return [sums[0] + weight]
 
         (sums,) = L.loop(tokens // L.n, [L.f(0.0)], weigh)
-        L.store(total, q * L.n, sums)
+        L.store(totals, q * L.n, sums)
 
 
 def exp2(L: Any, x: Vector) -> Vector:
@@ -217,7 +217,7 @@ def value_radii(
 ) -> None:  # fmt: skip
     """Radii of runs of 8 coordinates (or the blocks, if smaller) of a tile, in its live lanes.
 
-    Run i of token t goes to ``R[i * STRIDE + t]``.
+    Run i of token t goes to ``R[i * RADIUS_STRIDE + t]``.
     """
     code = _code_reader(L, program, words, page, lane, fetch_ahead=False)
     low = min(_LOW, len(program.level_bits))
@@ -225,7 +225,7 @@ def value_radii(
 
     def walk(level: int, i: int, r: Vector) -> None:
         if level == low:
-            L.store(R, token + i * STRIDE, r)
+            L.store(R, token + i * RADIUS_STRIDE, r)
             return
         index = code(level_start[level - 1] + i)
         table, bits = 2 * TABLE * (level - 1), program.level_bits[level - 1]
@@ -244,29 +244,33 @@ def value_radii(
 @stage
 def accumulate_values(
     L: Any, program: GroupProgram, words: Any, page: Index, tiles: Index, cosines: Any,
-    pair_cosines: Any, R: Any, S: Any, sums: Any,
+    pair_cosines: Any, R: Any, S: Any, s: Index, stride: Index, sums: Any, a: Index,
 ) -> None:  # fmt: skip
     """Add the weighted values of ``tiles`` tiles, from a page's first, to ``sums``, lane by lane.
 
-    Coordinate i of query q has its vector of sums at ``sums[(i * group + q) * lanes]``.
+    Coordinate i of query q has its vector of sums at ``sums[a + (i * group + q) * lanes]``.
     """
     low = min(_LOW, len(program.level_bits))
     # as many sums as leave half of the registers free
     width = 4 if program.isa == "avx512" and program.group <= 4 and low > 1 else 2
     for first in range(0, program.head_dim, width):
         _accumulate_run(
-            L, program, first, width, low, words, page, tiles, cosines, pair_cosines, R, S, sums
-        )
+            L, program, first, width, low, words, page, tiles, cosines, pair_cosines, R, S, s,
+            stride, sums, a,
+        )  # fmt: skip
 
 
 def _accumulate_run(
     L: Any, program: GroupProgram, first: int, width: int, low: int, words: Any, page: Index,
-    tiles: Index, cosines: Any, pair_cosines: Any, R: Any, S: Any, sums: Any,
+    tiles: Index, cosines: Any, pair_cosines: Any, R: Any, S: Any, s: Index, stride: Index,
+    sums: Any, a: Index,
 ) -> None:  # fmt: skip
     """Coordinates ``first .. first + width − 1``: their sums stay in registers over all tiles."""
     level_start = page_layout(program).level_start
     places = [
-        ((first + c) * program.group + q) * L.n for q in range(program.group) for c in range(width)
+        a + ((first + c) * program.group + q) * L.n
+        for q in range(program.group)
+        for c in range(width)
     ]
 
     def add_tile(t: Index, totals: list[Vector]) -> list[Vector]:
@@ -294,10 +298,10 @@ def _accumulate_run(
             values[2 * i + 1] = r * L.lookup(pair_cosines, TABLE, program.pair_bits, index)
 
         run = first >> low
-        walk(low, run, L.load(R, token + run * STRIDE))
+        walk(low, run, L.load(R, token + run * RADIUS_STRIDE))
         totals = list(totals)
         for q in range(program.group):
-            weight = L.load(S, token + q * STRIDE)
+            weight = L.load(S, s + stride * q + token)
             for c in range(width):
                 k = q * width + c
                 totals[k] = L.fma(weight, values[first + c], totals[k])

@@ -150,7 +150,13 @@ class ProgramType(types.Type):
 @typeof_impl.register(Program)
 @typeof_impl.register(GroupProgram)
 def _typeof_program(value: Program, _context: object) -> ProgramType:
-    return ProgramType(value)
+    return _program_type(value)
+
+
+@cache
+def _program_type(program: Program) -> ProgramType:
+    """One type a program: a kernel is typed at every call."""
+    return ProgramType(program)
 
 
 register_model(ProgramType)(models.OpaqueModel)
