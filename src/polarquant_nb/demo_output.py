@@ -1,0 +1,172 @@
+"""What the demo leaves behind: tables, the figure, and files that are complete or not there."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from polarquant_nb import analysis, plot
+from polarquant_nb.formats import PolarFormat, full_depth
+from polarquant_nb.layout import PAGE
+
+__all__ = ["check_writable", "draw_angles", "format_result", "write_atomically"]
+
+_LINE = "{:9} {:>6} {:>7} {:>6} {:>17} {:>8} {:>11} {:>16}"
+_HEAD = ("preset", "bits", "MiB", "ratio", "KL (nats)", "top-1", "perplexity", "encode tokens/s")
+
+
+def format_result(result: dict[str, Any]) -> str:
+    """The demo's numbers as text.
+
+    Parameters
+    ----------
+    result : dict
+        What :func:`polarquant_nb.demo.run` returns.
+
+    Returns
+    -------
+    str
+        For a terminal.
+    """
+    recent, sinks = result["recent"], result["sinks"]
+    lines = [
+        f"Model: {result['model']}",
+        f"       {result['layers']} layers, {result['num_kv_heads']} KV heads, head_dim "
+        f"{result['head_dim']}, in float32",
+        f"Text:  {result['text']}",
+        f"       {result['tokens']} tokens of context, then {result['score_tokens']} scored; seed "
+        f"{result['seed']}",
+    ]
+    for sink in sinks:
+        kept = f"The first {sink} and last" if sink else "No sinks: only the last"
+        lines += ["", f"{kept} {recent} tokens kept exact", _LINE.format(*_HEAD)]
+        lines += [_table_line(row) for row in result["rows"] if row.get("sink", sink) == sink]
+    filled = [(result["tokens"] - sink - recent) % PAGE or PAGE for sink in sinks]
+    whole = [f"{name} {bits:.2f}" for name, bits in result["whole_page_bits_per_value"].items()]
+    lines += [
+        "",
+        f"bits    per number in pages, measured; a head's last page holds {filled[0]} (no sinks: "
+        f"{filled[1]})",
+        f"        of {PAGE} tokens; in whole pages: {', '.join(whole)}",
+        "MiB     of the whole cache, measured; tokens kept exact take 2 bytes a number",
+        "ratio   size in fp16 to this size",
+        "KL      next-token distribution from the exact cache's: mean and standard error",
+        "encode  keys and values of all layers, kernels compiled before; fastest of "
+        f"{result['repeats']} runs",
+        "",
+        f"Greedy continuations of: ...{_one_line(result['context_end'])}",
+        "(tokens that agree with the exact cache's, before the first that does not)",
+    ]
+    for one in result["continuations"]:
+        agree = f"({one['same_as_exact']:2d} of {len(one['tokens'])})"
+        lines.append(f"{one['preset']:9} {agree}  {_one_line(one['text'])}")
+    peak = result["peak_memory_nbytes"]
+    lines += [
+        "",
+        f"{result['total_seconds']:.0f} s, of which {result['kernel_seconds']:.0f} s to compile "
+        "kernels or to read them from Numba's cache"
+        + ("" if peak is None else f"; peak memory {peak / 2**20:.0f} MiB"),
+    ]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def draw_angles(path: str, keys: Any, layer: int, seed: int) -> None:
+    """Draw the angles of keys: as they are, rotated, and rotated minus their page's mean.
+
+    Parameters
+    ----------
+    path : str
+        PNG to write.
+    keys : torch.Tensor, shape ``(batch, num_kv_heads, seq_len, head_dim)``
+        One layer's keys.
+    layer : int
+        Its number, for the title.
+    seed : int
+        Of the rotation.
+    """
+    from matplotlib.figure import Figure
+
+    head_dim = keys.shape[-1]
+    bits = full_depth(head_dim, 4, 2)
+    views = {
+        "as they are": PolarFormat(head_dim, bits, rotation="none"),
+        "rotated": PolarFormat(head_dim, bits, seed=seed),
+        "rotated, mean off": PolarFormat(head_dim, bits, offset="int8", seed=seed),
+    }
+    # Not pyplot: the caller's figures and backend are not ours to change.
+    figure = Figure(figsize=(2.4 * len(bits), 2.2 * len(views)), layout="constrained")
+    axes = figure.subplots(len(views), len(bits), squeeze=False)
+    for row, (label, fmt) in zip(axes, views.items(), strict=True):
+        plot.angles(analysis.angles(keys, fmt), row)
+        row[0].set_ylabel(f"{label}\ndensity (1/rad)")
+    handles = axes[0, 0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower right", ncols=2)
+    figure.suptitle(
+        f"Angles of the keys of layer {layer}: as they are, after the rotation, and after taking "
+        f"off the mean of each page of {PAGE} tokens"
+    )
+    write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=120))
+
+
+def check_writable(path: str) -> None:
+    """Find out whether a file can be written, without touching it.
+
+    Parameters
+    ----------
+    path : str
+        File that may or may not exist.
+
+    Raises
+    ------
+    OSError
+        If it is a directory, or its directory is not there or not writable.
+    """
+    if Path(path).is_dir():
+        raise IsADirectoryError(f"cannot write {path}: it is a directory")
+    try:
+        with tempfile.TemporaryFile(dir=Path(path).parent):
+            pass
+    except OSError as error:
+        raise type(error)(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def write_atomically(path: str, write: Callable[[Any], object]) -> None:
+    """Write beside the target, then rename: readers see the old file or the whole new one.
+
+    Parameters
+    ----------
+    path : str
+        Target.
+    write : callable
+        Takes a file opened for binary writing.
+    """
+    handle, part = tempfile.mkstemp(prefix=f".{Path(path).name}-", dir=Path(path).parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            write(file)
+        os.chmod(part, 0o644)  # mkstemp's files are for their owner alone
+        os.replace(part, path)
+    except BaseException:
+        os.unlink(part)
+        raise
+
+
+def _table_line(row: dict[str, Any]) -> str:
+    is_exact = row["preset"] == "exact"
+    return _LINE.format(
+        row["preset"],
+        f"{row['bits_per_value']:.2f}",
+        f"{row['nbytes'] / 2**20:.2f}",
+        f"{row['ratio']:.2f}",
+        "0" if is_exact else f"{row['kl']:.5f} ± {row['kl_stderr']:.5f}",
+        f"{100 * row['top1']:.1f} %",
+        f"{row['perplexity']:.3f}",
+        "" if is_exact else f"{row['encode_tokens_per_second']:,.0f}",
+    )
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
