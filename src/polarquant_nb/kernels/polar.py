@@ -90,25 +90,26 @@ def load_block(
 @stage
 def mix_column(L: Any, program: Program, c: Index, signs: Any, mix: Any, Z: Any) -> None:
     """Between the rounds, for coordinates c, c+16, …: butterflies, Q, D₂, Q, butterflies."""
-    d, m = program.head_dim, program.num_groups
-    strides = _column_strides(d, m)
-    x = [L.load(Z, (c + 16 * k) * L.n) for k in range(d // 16)]
-    x = _across_groups(L, m, mix, _butterflies(L, x, strides), transposed=False)
-    x = [x[k] * L.splat(signs, c + (d + 16 * k)) for k in range(d // 16)]
-    x = _butterflies(L, _across_groups(L, m, mix, x, transposed=False), strides[::-1])
-    for k in range(d // 16):
-        L.store(Z, (c + 16 * k) * L.n, x[k])
+    _mix_column(L, program, c, signs, mix, Z, inverse=False)
 
 
 @stage
 def unmix_column(L: Any, program: Program, c: Index, signs: Any, mix: Any, Z: Any) -> None:
     """Inverse of :func:`mix_column`."""
+    _mix_column(L, program, c, signs, mix, Z, inverse=True)
+
+
+def _mix_column(
+    L: Any, program: Program, c: Index, signs: Any, mix: Any, Z: Any, *, inverse: bool
+) -> None:
+    """Both ways alike, as butterflies and D₂ are symmetric: the inverse only has Qᵀ for Q."""
     d, m = program.head_dim, program.num_groups
-    strides = _column_strides(d, m)
+    # strides, in steps of 16 coordinates, of the butterflies that cross blocks
+    strides = tuple(1 << i for i in range((d // m // 16).bit_length() - 1))
     x = [L.load(Z, (c + 16 * k) * L.n) for k in range(d // 16)]
-    x = _across_groups(L, m, mix, _butterflies(L, x, strides), transposed=True)
+    x = _across_groups(L, m, mix, _butterflies(L, x, strides), transposed=inverse)
     x = [x[k] * L.splat(signs, c + (d + 16 * k)) for k in range(d // 16)]
-    x = _butterflies(L, _across_groups(L, m, mix, x, transposed=True), strides[::-1])
+    x = _butterflies(L, _across_groups(L, m, mix, x, transposed=inverse), strides[::-1])
     for k in range(d // 16):
         L.store(Z, (c + 16 * k) * L.n, x[k])
 
@@ -211,11 +212,6 @@ def _butterflies(L: Any, x: list[Vector], strides: tuple[int, ...]) -> list[Vect
             if not k & stride:
                 x[k], x[k + stride] = x[k] + x[k + stride], L.subtract(x[k], x[k + stride])
     return x
-
-
-def _column_strides(d: int, m: int) -> tuple[int, ...]:
-    """Strides, in steps of 16 coordinates, of the butterflies that cross blocks."""
-    return tuple(1 << i for i in range((d // m // 16).bit_length() - 1))
 
 
 def _across_groups(L: Any, m: int, mix: Any, x: list[Vector], *, transposed: bool) -> list[Vector]:
