@@ -112,7 +112,10 @@ def new_array(shape: tuple[int, ...], kind: ArrayKind) -> tuple[Any, npt.NDArray
 
         tensor = torch.empty(shape, dtype=getattr(torch, kind.dtype))
         return tensor, _from_torch(torch, tensor, "out")[0].reshape(-1)
-    array = np.empty(shape, np.dtype(kind.dtype))
+    try:
+        array = np.empty(shape, np.dtype(kind.dtype))
+    except TypeError:  # NumPy has no bfloat16 of its own
+        array = np.empty(shape, np.float32)
     return array, (array.view(np.uint16) if array.itemsize == 2 else array).reshape(-1)
 
 

@@ -47,9 +47,9 @@ def preset(
     """The formats of a preset for a head_dim.
 
     A preset is a budget of bits per number: about 2.8 (``tiny``), 3.3 (``compact``), 4.0
-    (``balanced``) and 4.5 (``accurate``), keys and values together.  At head_dim 64, 128, 256 and
-    512 the level bits are fixed; elsewhere, where more or fewer radii have to be paid for, the bits
-    are chosen for the smallest expected error within 3 % of the budget.  ``paper`` is the published
+    (``balanced``) and 4.5 (``accurate``), keys and values together.  At head_dim 64, 128 and 256
+    the level bits are fixed; elsewhere, where more or fewer radii have to be paid for, the bits are
+    chosen for the smallest expected error within 3 % of the budget.  ``paper`` is the published
     setting, 4, 2, 2, 2 in blocks of 16 for keys and values alike, 3.875 bits, without offset.
 
     Parameters
@@ -80,6 +80,8 @@ def preset(
     if name not in presets():
         raise ValueError(f"preset is {name!r}; it must be one of {', '.join(presets())}")
     value_head_dim = head_dim if value_head_dim is None else value_head_dim
+    for width in (head_dim, value_head_dim):
+        PolarFormat(width, (1,))  # raises if it is not supported
     if name == "paper":
         paper = (4, 2, 2, 2)
         return FormatPair(PolarFormat(head_dim, paper), PolarFormat(value_head_dim, paper))
@@ -93,7 +95,7 @@ def preset(
 def _level_bits(name: str, head_dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Level bits of keys and values."""
     keys, values = _CHAIN[name]
-    if head_dim in (64, 128, 256, 512):
+    if head_dim in (64, 128, 256):
         return full_depth(head_dim, *keys), full_depth(head_dim, *values)
     budget = preset(name, 64).bits_per_value
 

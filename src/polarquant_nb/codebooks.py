@@ -21,6 +21,8 @@ from polarquant_nb.rotations import rotation_for
 
 __all__ = ["TABLE", "Codebooks"]
 
+_FILE = "polarquant_nb codebooks"  # its value is the version of the file format
+
 TABLE = 64
 """Entries of one level's cosine or sine table, whatever its number of bits."""
 
@@ -80,8 +82,8 @@ class Codebooks:
         Parameters
         ----------
         x : array_like, shape ``(..., seq_len, head_dim)``
-            Vectors, NumPy or torch; at most 4,096 whole pages and rows of them are looked at, and
-            rows that are not finite are left out.
+            Vectors, NumPy or torch; pages of at most 64 heads, 8 of each, are looked at, and rows
+            that are not finite are left out.
         fmt : PolarFormat
             The format that they will be encoded with: rotation, offset and level bits.
         seed : int
@@ -104,14 +106,15 @@ class Codebooks:
             raise ValueError(
                 f"x has shape {x.shape}; it must be (..., seq_len, {fmt.head_dim}) for this format"
             )
-        x = x.reshape(-1, *x.shape[-2:])
         picked = []
-        for head in x[:: -(-len(x) // 64)][:64]:  # a share of the rows of at most 64 heads
+        heads = x.reshape(-1, *x.shape[-2:]) if x.size else []
+        for head in heads[:: -(-len(heads) // 64) or 1]:  # at most 64 heads
             starts = range(0, head.shape[0], PAGE)
-            for start in starts[:: -(-len(starts) // 8)]:
+            for start in starts[:: -(-len(starts) // 8)]:  # and 8 pages of each
                 page = np.asarray(head[start : start + PAGE], np.float64)
-                r = rotation_for(fmt).apply(page[np.isfinite(page).all(-1)])
-                if len(r):
+                page = page[np.isfinite(page).all(-1)]
+                if len(page):
+                    r = rotation_for(fmt).apply(page)
                     picked.append(r - page_offsets(r, fmt)[0] if fmt.offset else r)
         if not picked:
             raise ValueError("x holds no finite row: there is nothing to fit a codebook to")
@@ -142,9 +145,10 @@ class Codebooks:
         path : path-like
             File to write.
         """
-        text = json.dumps(
-            {"polarquant_nb codebooks": 1, "angles": [a.tolist() for a in self.angles]}
-        )
+        content: dict[str, Any] = {_FILE: 1, "angles": [a.tolist() for a in self.angles]}
+        if self.is_analytic:
+            content = {_FILE: 1, "analytic": self.level_bits}
+        text = json.dumps(content)
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
 
@@ -167,11 +171,17 @@ class Codebooks:
         ValueError
             If the file is of another kind.
         """
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file)
-        if not isinstance(content, dict) or content.get("polarquant_nb codebooks") != 1:
-            raise ValueError(f"path is {os.fspath(path)!r}; that file does not hold codebooks")
-        return Codebooks(content["angles"])
+        try:
+            with open(path, encoding="utf-8") as file:
+                content = json.load(file)
+            if content[_FILE] != 1:
+                raise ValueError(f"version {content[_FILE]} is not known")
+            if "analytic" in content:
+                return _analytic(tuple(content["analytic"]))
+            return Codebooks(content["angles"])
+        except (ValueError, KeyError, TypeError) as error:
+            message = f"path is {os.fspath(path)!r}; that file does not hold codebooks: {error}"
+            raise ValueError(message) from error
 
     @cached_property
     def cosines(self) -> npt.NDArray[np.float32]:
@@ -230,10 +240,11 @@ def _checked(level: int, codewords: npt.ArrayLike) -> npt.NDArray[np.float64]:
             f"angles has {n} codewords at level {level}; it must be 2, 4, 8, 16, 32 or 64"
         )
     top = 2 * pi if level == 1 else pi / 2
-    if not (angles[0] >= 0 and angles[-1] <= top and (np.diff(angles) > 0).all()):
+    in_range = angles[0] >= 0 and (angles[-1] < top if level == 1 else angles[-1] <= top)
+    if not (in_range and (np.diff(angles) > 0).all()):
         raise ValueError(
             f"angles at level {level} run from {angles[0]} to {angles[-1]}; they must be distinct "
-            f"and within [0, {top:.6f}]"
+            f"and within [0, {top:.6f}{')' if level == 1 else ']'}"
         )
     if level == 1 and (angles[-1] + angles[0] + 2 * pi) / 2 >= 2 * pi:
         angles = np.roll(angles, 1)  # code 0 is the cell that angle 0 falls into

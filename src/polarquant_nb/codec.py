@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -92,8 +92,10 @@ def encode(
         )
     if codebooks is None:
         codebooks = Codebooks.analytic(fmt)
-    elif codebooks == "online":
+    elif isinstance(codebooks, str) and codebooks == "online":
         codebooks = Codebooks.fit(x, fmt)
+    if not isinstance(codebooks, Codebooks):
+        raise TypeError(f"codebooks is {codebooks!r}; it must be a Codebooks, 'online' or None")
     if codebooks.level_bits != fmt.level_bits:
         raise ValueError(
             f"codebooks have {codebooks.level_bits} bits by level; the format has {fmt.level_bits}"
@@ -154,6 +156,9 @@ def decode(pages: PolarPages, start: int = 0, stop: int | None = None, *, dtype:
             f"pages is a {type(pages).__name__}; it must be a PolarPages, from encode()"
         )
     stop = pages.seq_len if stop is None else stop
+    for name, bound in (("start", start), ("stop", stop)):
+        if not isinstance(bound, SupportsIndex):
+            raise TypeError(f"{name} is {bound!r}; it must be an int")
     start, stop = operator.index(start), operator.index(stop)
     if not 0 <= start <= stop <= pages.seq_len:
         raise ValueError(
@@ -163,6 +168,8 @@ def decode(pages: PolarPages, start: int = 0, stop: int | None = None, *, dtype:
     kind = _result_kind(pages.kind, dtype)
     fmt = pages.format
     array, flat = new_array((*pages.shape[:-2], stop - start, fmt.head_dim), kind)
+    if flat.dtype == np.float32:
+        kind = ArrayKind(kind.family, "float32")
     if flat.size == 0:
         return array
     in_place = flat if flat.dtype == np.float32 else np.empty(0, np.float32)
@@ -209,7 +216,7 @@ def kernel_shape(fmt: PolarFormat, lanes: int) -> Shape:
     )
 
 
-Factors = tuple[npt.NDArray[np.float32], ...]
+Factors = tuple[npt.NDArray[Any], ...]
 
 
 @lru_cache(maxsize=256)
@@ -219,10 +226,11 @@ def prepared(fmt: PolarFormat, analytic: bool) -> tuple[Program, Shape, Factors,
         fmt.head_dim, fmt.level_bits, fmt.offset, fmt.rotation, not analytic, cpu_isa()
     )
     rotation = rotation_for(fmt)
-    signs, mix = rotation.signs.ravel(), rotation.mix.ravel()
-    forward, back = rotation.dense.ravel(), np.ascontiguousarray(rotation.dense.T).ravel()
+    signs, order, mix = rotation.signs.ravel(), rotation.order, rotation.mix.ravel()
+    inverse = np.argsort(order).astype(np.uint32)
+    dense, back = rotation.dense.ravel(), np.ascontiguousarray(rotation.dense.T).ravel()
     shape = kernel_shape(fmt, program.lanes)
-    return program, shape, (signs, mix, forward), (signs, mix, back)
+    return program, shape, (signs, order, mix, dense), (signs, inverse, mix, back)
 
 
 def _check_format(fmt: object) -> None:

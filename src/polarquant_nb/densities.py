@@ -247,6 +247,9 @@ def fit_codewords(angles: npt.ArrayLike, level: int, bits: int, *, seed: int = 0
     if psi.size == 0:
         raise ValueError("angles holds no finite value: there is nothing to fit a codebook to")
     psi = np.sort(psi[:: -(-psi.size // 65_536)])
+    distinct = psi[np.diff(psi, prepend=-1.0) > 1e-9]
+    if distinct.size <= 2**bits:
+        return _filled_up(distinct, level, bits)
     period = 2 * pi if level == 1 else None
     centers = _kmeans_plus_plus(psi, 2**bits, period, np.random.default_rng(seed))
     for _ in range(200):
@@ -320,6 +323,17 @@ def _lloyd_max(level: int, bits: int) -> FloatArray:
     return np.round(c / _GRID) * _GRID
 
 
+def _filled_up(angles: FloatArray, level: int, bits: int) -> FloatArray:
+    """No more angles than codewords: those, and analytic codewords that are far from them."""
+    codewords = list(angles)
+    period = 2 * pi if level == 1 else None
+    spare = _codeword_angles(level, bits)
+    while len(codewords) < 2**bits:
+        nearest = np.min([_distance(spare, c, period) for c in codewords], 0)
+        codewords.append(spare[nearest.argmax()])
+    return np.sort(codewords)
+
+
 def _kmeans_plus_plus(
     psi: FloatArray, n: int, period: float | None, rng: np.random.Generator
 ) -> FloatArray:
@@ -329,9 +343,6 @@ def _kmeans_plus_plus(
     nearest = _distance(psi, centers[0], period) ** 2
     for k in range(1, n):
         total = nearest.sum()
-        if total == 0:  # fewer distinct angles than codewords: spread the rest over the range
-            centers[k:] = np.linspace(psi[0], psi[-1] + 1e-6, n - k)
-            break
         centers[k] = psi[min(np.searchsorted(nearest.cumsum(), rng.random() * total), psi.size - 1)]
         nearest = np.minimum(nearest, _distance(psi, centers[k], period) ** 2)
     return np.sort(centers)

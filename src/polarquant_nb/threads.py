@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from threading import Lock
+from typing import SupportsIndex
 
 __all__ = ["get_num_threads", "run_ranges", "set_num_threads"]
 
@@ -51,10 +52,14 @@ def set_num_threads(n: int) -> None:
 
     Raises
     ------
+    TypeError
+        If ``n`` is no int.
     ValueError
         If ``n`` is less than 1.
     """
     global _num_threads, _pool
+    if not isinstance(n, SupportsIndex):
+        raise TypeError(f"n is {n!r}; it must be an int")
     if n < 1:
         raise ValueError(f"n is {n}; it must be at least 1")
     with _lock:

@@ -54,8 +54,8 @@ def weigh_keys(program, codec, shape, sizes, queries, keys, tables, scale, softc
         Rows, groups, queries of a group, coordinates; missing queries are zero.
     keys : 1-d array of uint32
         Pages.
-    tables : tuple of 1-d arrays of float32
-        Signs, mix, dense matrix, cosines, cosines of pairs.
+    tables : tuple of 1-d arrays
+        Signs, order, mix, dense matrix, cosines, cosines of pairs.
     scale, softcap : float
         Of the logits; no softcap if 0.
     bias : 1-d array of float32
@@ -80,7 +80,7 @@ def weigh_keys(program, codec, shape, sizes, queries, keys, tables, scale, softc
     """
     group, groups, ranges, range_pages, span_pages = shape
     lanes, d, _, page_words, offset_word, offset_kind, _ = sizes
-    signs, mix, dense, cosines, pairs = tables
+    signs, order, mix, dense, cosines, pairs = tables
     pages_per_row = (seq_len + PAGE - 1) // PAGE
     stride = span_pages * PAGE + 16
     Q = np.empty(group * d, np.float32)
@@ -101,7 +101,7 @@ def weigh_keys(program, codec, shape, sizes, queries, keys, tables, scale, softc
         for i in range(group * d):
             Q[i] = queries[query * d + i] * np.float32(scale * _LOG2_E)
         for q in range(group):
-            rotate_row(codec, Q[q * d : (q + 1) * d], signs, mix, dense)
+            rotate_row(codec, Q[q * d : (q + 1) * d], signs, order, mix, dense)
         query_tables(program, Q, pairs, query_table)
         for page in range(begin, end):
             word = (row * pages_per_row + page) * page_words
@@ -141,7 +141,7 @@ def add_values(program, shape, sizes, values, tables, seq_len, span, S, factors,
     """
     group, groups, ranges, range_pages, span_pages = shape
     lanes, d, _, page_words, offset_word, offset_kind, _ = sizes
-    _, _, _, cosines, pairs = tables
+    _, _, _, _, cosines, pairs = tables
     pages_per_row = (seq_len + PAGE - 1) // PAGE
     stride = span_pages * PAGE + 16
     R = np.empty(d // 2 * RADIUS_STRIDE, np.float32)
@@ -218,7 +218,7 @@ def merge_ranges(codec, shape, sizes, tables, sums, top, totals, out, lse):
     """
     group, _, ranges, _, _ = shape
     lanes, d, _, _, _, _, _ = sizes
-    signs, mix, dense, _, _ = tables
+    signs, order, mix, dense, _, _ = tables
     vector = np.empty(d, np.float32)
     for query in range(lse.size):
         q, first = query % group, query // group * ranges
@@ -237,7 +237,7 @@ def merge_ranges(codec, shape, sizes, tables, sums, top, totals, out, lse):
                         vector[i] += weight * sums[at + t]
         for i in range(d):
             vector[i] = vector[i] / total if total > 0 or math.isnan(total) else np.float32(0)
-        unrotate_row(codec, vector, signs, mix, dense)
+        unrotate_row(codec, vector, signs, order, mix, dense)
         for i in range(d):
             out[query * d + i] = vector[i]
         lse[query] = (best + math.log2(total)) / _LOG2_E if total > 0 else best

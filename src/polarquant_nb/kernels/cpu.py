@@ -14,10 +14,11 @@ import numpy as np
 
 from polarquant_nb.kernels.jit import inlined, kernel
 from polarquant_nb.kernels.polar import (
+    begin_second_round,
     descend,
+    end_first_round,
     leaf_block,
     load_block,
-    mix_column,
     multiply_dense,
     narrow_bfloat,
     narrow_half,
@@ -27,7 +28,8 @@ from polarquant_nb.kernels.polar import (
     store_radii,
     sum_rows,
     tree_block,
-    unmix_column,
+    unmix_first_round,
+    unmix_second_round,
     unpack,
     upper_tree,
     widen_bfloat,
@@ -66,8 +68,8 @@ def encode_pages(program, shape, source, kind, direct, bases, strides, seq_len, 
         Elements from token to token, and from coordinate to coordinate.
     seq_len : int
         Tokens of a row.
-    tables : tuple of 1-d arrays of float32
-        Signs, mix, dense matrix, thresholds; flat.
+    tables : tuple of 1-d arrays
+        Signs, order, mix, dense matrix, thresholds; flat.
     words : 1-d array of uint32
         All pages, uninitialised.
     first, last : int
@@ -76,7 +78,7 @@ def encode_pages(program, shape, source, kind, direct, bases, strides, seq_len, 
         Increased by the number of rows that are not finite, and of saturated rows.
     """
     lanes, d, num_nodes, page_words, offset_word, offset_kind, rotation = shape
-    signs, mix, dense, thresholds = tables
+    signs, order, mix, dense, thresholds = tables
     T, U = np.empty(d * lanes, np.float32), np.empty(d * lanes, np.float32)
     rows = np.empty(d * PAGE, np.float32)
     codes = np.empty(num_nodes * lanes, np.uint32)
@@ -104,7 +106,7 @@ def encode_pages(program, shape, source, kind, direct, bases, strides, seq_len, 
         if offset_kind:
             sum_rows(program, X, index, stride, tokens, offset)
             _finish_mean(X, index, stride, tokens, offset)
-            rotate_row(program, offset, signs, mix, dense)
+            rotate_row(program, offset, signs, order, mix, dense)
             _store_offset(offset, words, word + offset_word, offset_kind)
         for lane in range(0, tokens, lanes):
             for b in range(d // 16):
@@ -112,7 +114,10 @@ def encode_pages(program, shape, source, kind, direct, bases, strides, seq_len, 
             Z = T
             if rotation == HADAMARD:
                 for c in range(16):
-                    mix_column(program, c, signs, mix, T)
+                    end_first_round(program, c, mix, T)
+                for c in range(16):
+                    begin_second_round(program, c, signs, mix, order, T, U)
+                Z = U
             elif rotation == HAAR:
                 for b in range(d // 16):
                     multiply_dense(program, b, T, dense, U)
@@ -142,8 +147,8 @@ def decode_pages(program, shape, words, tables, target, kind, direct, begin, end
         See :func:`polarquant_nb.codec.kernel_shape`.
     words : 1-d array of uint32
         All pages.
-    tables : tuple of 1-d arrays of float32
-        Signs, mix, dense matrix transposed, cosines; flat.
+    tables : tuple of 1-d arrays
+        Signs, inverse order, mix, dense matrix transposed, cosines; flat.
     target : 1-d array of float32, float64 or uint16
         The vectors, contiguous: rows, tokens ``begin .. end−1``, coordinates.
     kind : int
@@ -158,7 +163,7 @@ def decode_pages(program, shape, words, tables, target, kind, direct, begin, end
         Range of pages, counted over rows and then the pages that the tokens touch.
     """
     lanes, d, num_nodes, page_words, offset_word, offset_kind, rotation = shape
-    signs, mix, dense, cosines = tables
+    signs, order, mix, dense, cosines = tables
     T, U = np.empty(d * lanes, np.float32), np.empty(d * lanes, np.float32)
     rows = np.empty(d * lanes, np.float32)
     codes = np.empty(num_nodes * lanes, np.uint32)
@@ -183,7 +188,10 @@ def decode_pages(program, shape, words, tables, target, kind, direct, begin, end
             Z = T
             if rotation == HADAMARD:
                 for c in range(16):
-                    unmix_column(program, c, signs, mix, T)
+                    unmix_second_round(program, c, signs, mix, T)
+                for c in range(16):
+                    unmix_first_round(program, c, mix, order, T, U)
+                Z = U
             elif rotation == HAAR:
                 for b in range(d // 16):
                     multiply_dense(program, b, T, dense, U)

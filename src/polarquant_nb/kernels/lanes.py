@@ -68,6 +68,14 @@ class ArrayLanes:
         """One element in every lane."""
         return np.full(self.n, array[index])
 
+    def index(self, array: npt.NDArray[np.uint32], i: int) -> Index:
+        """An element of an array of indices."""
+        return int(array[i])
+
+    def gather(self, array: npt.NDArray[Any], indices: npt.NDArray[np.uint32], i: int) -> Vector:
+        """Lanes from the elements at ``indices[i ..]``."""
+        return array[indices[i : i + self.n]]
+
     def load_columns(self, rows: npt.NDArray[Any], index: int, stride: int) -> list[Vector]:
         """16 columns of ``n`` rows that start ``stride`` apart."""
         return [rows[index + k + stride * np.arange(self.n)] for k in range(16)]
@@ -307,6 +315,19 @@ class RegisterLanes:
         scalar = self.b.load(self._address(array, index, array.type.pointee), align=4)
         value = self._broadcast(scalar)
         return _Float(self, value) if scalar.type == _F32 else _Uint(self, value)
+
+    def index(self, array: ir.Value, i: Index) -> Index:
+        """An element of an array of indices."""
+        element = self.b.load(self._address(array, i, _I32), align=4)
+        return _Index(self.b, self.b.zext(element, _I64))
+
+    def gather(self, array: ir.Value, indices: ir.Value, i: Index) -> Vector:
+        """Lanes from the elements at ``indices[i ..]``."""
+        value = ir.Constant(self.float_type, ir.Undefined)
+        for k in range(self.n):
+            element = self._address(array, self.index(indices, i + k), _F32)
+            value = self.b.insert_element(value, self.b.load(element, align=4), _I32(k))
+        return _Float(self, value)
 
     def load_columns(self, rows: ir.Value, index: Index, stride: Index) -> list[Vector]:
         """16 columns of ``n`` rows that start ``stride`` apart."""

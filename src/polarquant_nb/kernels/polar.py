@@ -8,7 +8,7 @@ coordinates 16 apart.
 Codes are defined by this order of float32 operations:
 
 - signs D₁/2^p; butterflies of strides 1, 2, 4, … within groups of 2^p coordinates; Q across groups;
-- signs D₂; Q across groups; butterflies of strides …, 4, 2, 1;
+- the permutation P; signs D₂; Q across groups; butterflies of strides …, 4, 2, 1;
 - minus the page offset; then up the tree with squared radii, x² + y².
 
 No angle is computed: squared lengths are compared with tan² β, for the boundaries β between
@@ -30,11 +30,12 @@ from polarquant_nb.kernels.lanes import Index, Mask, Vector, stage
 from polarquant_nb.layout import PAGE, PageLayout, plan_page
 
 __all__ = [
+    "begin_second_round",
     "descend",
+    "end_first_round",
     "half_to_float_lanes",
     "leaf_block",
     "load_block",
-    "mix_column",
     "multiply_dense",
     "narrow_bfloat",
     "narrow_half",
@@ -45,7 +46,8 @@ __all__ = [
     "store_radii",
     "sum_rows",
     "tree_block",
-    "unmix_column",
+    "unmix_first_round",
+    "unmix_second_round",
     "unpack",
     "unrotate_row",
     "upper_tree",
@@ -88,30 +90,68 @@ def load_block(
 
 
 @stage
-def mix_column(L: Any, program: Program, c: Index, signs: Any, mix: Any, Z: Any) -> None:
-    """Between the rounds, for coordinates c, c+16, …: butterflies, Q, D₂, Q, butterflies."""
-    _mix_column(L, program, c, signs, mix, Z, inverse=False)
+def end_first_round(L: Any, program: Program, c: Index, mix: Any, Z: Any) -> None:
+    """Coordinates c, c+16, …: the butterflies that cross blocks, and Q."""
+    _store_column(L, c, Z, _first_half(L, program, c, mix, Z, inverse=False))
 
 
 @stage
-def unmix_column(L: Any, program: Program, c: Index, signs: Any, mix: Any, Z: Any) -> None:
-    """Inverse of :func:`mix_column`."""
-    _mix_column(L, program, c, signs, mix, Z, inverse=True)
-
-
-def _mix_column(
-    L: Any, program: Program, c: Index, signs: Any, mix: Any, Z: Any, *, inverse: bool
+def begin_second_round(
+    L: Any, program: Program, c: Index, signs: Any, mix: Any, order: Any, Z: Any, U: Any
 ) -> None:
-    """Both ways alike, as butterflies and D₂ are symmetric: the inverse only has Qᵀ for Q."""
-    d, m = program.head_dim, program.num_groups
-    # strides, in steps of 16 coordinates, of the butterflies that cross blocks
-    strides = tuple(1 << i for i in range((d // m // 16).bit_length() - 1))
-    x = [L.load(Z, (c + 16 * k) * L.n) for k in range(d // 16)]
-    x = _across_groups(L, m, mix, _butterflies(L, x, strides), transposed=inverse)
+    """From Z to U, in the order P: coordinates c, c+16, …: D₂, Q, the butterflies across blocks."""
+    d = program.head_dim
+    x = _load_in_order(L, program, c, order, Z)
     x = [x[k] * L.splat(signs, c + (d + 16 * k)) for k in range(d // 16)]
-    x = _butterflies(L, _across_groups(L, m, mix, x, transposed=inverse), strides[::-1])
-    for k in range(d // 16):
+    _store_column(L, c, U, _second_half(L, program, mix, x, inverse=False))
+
+
+@stage
+def unmix_second_round(L: Any, program: Program, c: Index, signs: Any, mix: Any, Z: Any) -> None:
+    """Inverse of :func:`begin_second_round`, but for the order."""
+    d = program.head_dim
+    x = _first_half(L, program, c, mix, Z, inverse=True)
+    _store_column(L, c, Z, [x[k] * L.splat(signs, c + (d + 16 * k)) for k in range(d // 16)])
+
+
+@stage
+def unmix_first_round(
+    L: Any, program: Program, c: Index, mix: Any, order: Any, Z: Any, U: Any
+) -> None:
+    """Inverse of :func:`end_first_round`, from Z, in the inverse order, to U."""
+    x = _load_in_order(L, program, c, order, Z)
+    _store_column(L, c, U, _second_half(L, program, mix, x, inverse=True))
+
+
+def _first_half(
+    L: Any, program: Program, c: Index, mix: Any, Z: Any, *, inverse: bool
+) -> list[Vector]:
+    x = [L.load(Z, (c + 16 * k) * L.n) for k in range(program.head_dim // 16)]
+    x = _butterflies(L, x, _column_strides(program))
+    return _across_groups(L, program.num_groups, mix, x, transposed=inverse)
+
+
+def _second_half(
+    L: Any, program: Program, mix: Any, x: list[Vector], *, inverse: bool
+) -> list[Vector]:
+    x = _across_groups(L, program.num_groups, mix, x, transposed=inverse)
+    return _butterflies(L, x, _column_strides(program)[::-1])
+
+
+def _load_in_order(L: Any, program: Program, c: Index, order: Any, Z: Any) -> list[Vector]:
+    places = [L.index(order, c + 16 * k) for k in range(program.head_dim // 16)]
+    return [L.load(Z, place * L.n) for place in places]
+
+
+def _store_column(L: Any, c: Index, Z: Any, x: list[Vector]) -> None:
+    for k in range(len(x)):
         L.store(Z, (c + 16 * k) * L.n, x[k])
+
+
+def _column_strides(program: Program) -> tuple[int, ...]:
+    """Strides, in steps of 16 coordinates, of the butterflies that cross blocks."""
+    blocks = program.head_dim // program.num_groups // 16
+    return tuple(1 << i for i in range(blocks.bit_length() - 1))
 
 
 @stage
@@ -144,25 +184,34 @@ def sum_rows(
 
 
 @stage
-def rotate_row(L: Any, program: Program, x: Any, signs: Any, mix: Any, dense: Any) -> None:
+def rotate_row(
+    L: Any, program: Program, x: Any, signs: Any, order: Any, mix: Any, dense: Any
+) -> None:
     """Rotate one vector in place, as tiles are rotated, bit for bit; lanes are coordinates."""
-    _turn_row(L, program, x, signs, mix, dense, inverse=False)
+    _turn_row(L, program, x, signs, order, mix, dense, inverse=False)
 
 
 @stage
-def unrotate_row(L: Any, program: Program, x: Any, signs: Any, mix: Any, dense: Any) -> None:
-    """Inverse of :func:`rotate_row`; ``dense`` is transposed."""
-    _turn_row(L, program, x, signs, mix, dense, inverse=True)
+def unrotate_row(
+    L: Any, program: Program, x: Any, signs: Any, order: Any, mix: Any, dense: Any
+) -> None:
+    """Inverse of :func:`rotate_row`; ``order`` is the inverse one, ``dense`` transposed."""
+    _turn_row(L, program, x, signs, order, mix, dense, inverse=True)
 
 
 def _turn_row(
-    L: Any, program: Program, x: Any, signs: Any, mix: Any, dense: Any, *, inverse: bool
+    L: Any, program: Program, x: Any, signs: Any, order: Any, mix: Any, dense: Any, *, inverse: bool
 ) -> None:
     d, m = program.head_dim, program.num_groups
     r = [L.load(x, k * L.n) for k in range(d // L.n)]
 
     def apply_signs(r: list[Vector], which: int) -> list[Vector]:
         return [r[k] * L.load(signs, which * d + k * L.n) for k in range(len(r))]
+
+    def permute(r: list[Vector]) -> list[Vector]:
+        for k, v in enumerate(r):
+            L.store(x, k * L.n, v)
+        return [L.gather(x, order, k * L.n) for k in range(len(r))]
 
     if program.rotation == "hadamard":
         within = tuple(1 << i for i in range(L.n.bit_length() - 1))
@@ -171,7 +220,7 @@ def _turn_row(
         for stride in within:
             r = [L.butterfly(v, stride) for v in r]
         r = _across_groups(L, m, mix, _butterflies(L, r, across), transposed=inverse)
-        r = apply_signs(r, 1)
+        r = permute(apply_signs(r, 1)) if inverse else apply_signs(permute(r), 1)
         r = _butterflies(L, _across_groups(L, m, mix, r, transposed=inverse), across[::-1])
         for stride in within[::-1]:
             r = [L.butterfly(v, stride) for v in r]

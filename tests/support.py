@@ -1,0 +1,147 @@
+"""Shared by the tests: formats that are compiled, data, codes read back, other interpreters."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+from numba import config
+
+from polarquant_nb import PolarFormat, PolarPages
+from polarquant_nb.densities import codeword_angles
+from polarquant_nb.layout import PAGE
+from polarquant_nb.reference import ReferenceCodes
+
+NOJIT = bool(config.DISABLE_JIT)
+"""Kernels run as plain Python, about 500 times slower: tests look at fewer vectors."""
+
+RANDOM_FORMATS = (
+    PolarFormat(16, (6, 2, 3), "float16", "hadamard"),
+    PolarFormat(32, (6, 1, 6, 1), "int8", "none"),
+    PolarFormat(48, (6, 4, 2, 1), None, "haar"),
+    PolarFormat(64, (4, 5), None, "hadamard"),
+    PolarFormat(64, (6, 1, 4, 1, 4), None, "none"),
+    PolarFormat(80, (6,), None, "hadamard"),
+    PolarFormat(80, (4, 4, 4), "int8", "haar"),
+    PolarFormat(96, (5, 6, 2), None, "hadamard"),
+    PolarFormat(112, (1, 2, 4), None, "hadamard"),
+    PolarFormat(128, (5, 6), "float16", "haar"),
+    PolarFormat(128, (6, 6, 2), "int8", "hadamard"),
+    PolarFormat(144, (6, 2), "float16", "none"),
+    PolarFormat(160, (3, 2, 2, 1, 3), None, "hadamard"),
+    PolarFormat(192, (2, 2, 4), None, "hadamard"),
+    PolarFormat(208, (6, 1, 1, 1), None, "hadamard"),
+    PolarFormat(256, (1, 4, 6, 6, 6, 3, 4, 1), "int8", "haar"),
+    PolarFormat(320, (5, 3, 3, 2, 3), None, "none"),
+    PolarFormat(384, (5, 5, 3, 3, 6), None, "hadamard"),
+    PolarFormat(512, (1, 1, 2, 4, 2, 4, 5, 2, 2), "int8", "hadamard"),
+    PolarFormat(576, (3, 5, 4, 6, 1), "float16", "hadamard"),
+)
+"""Drawn at random once, and written down: every format that is compiled costs seconds."""
+
+SMALL = RANDOM_FORMATS[3]
+"""A quick format without offset, for tests of what does not depend on the format."""
+
+SMALL_OFFSET = PolarFormat(64, (5, 4, 4, 4, 4, 4), "int8")
+"""The same with an offset: the keys of the ``balanced`` preset."""
+
+
+def ident(fmt: PolarFormat) -> str:
+    """Name of a format in test ids."""
+    bits = "".join(map(str, fmt.level_bits))
+    return f"{fmt.head_dim}-{bits}-{fmt.offset}-{fmt.rotation}"
+
+
+def gaussian(*shape: int, seed: int = 0) -> np.ndarray:
+    """Standard normal float32."""
+    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+
+
+def centred(x: np.ndarray, fmt: PolarFormat) -> np.ndarray:
+    """``x − μ``, what a format codes: without the mean of each page where it has an offset."""
+    x = np.asarray(x, np.float64)
+    if fmt.offset is None:
+        return x
+    pages = [x[..., t : t + PAGE, :] for t in range(0, x.shape[-2], PAGE)]
+    return np.concatenate([page - page.mean(-2, keepdims=True) for page in pages], -2)
+
+
+def squared(x: np.ndarray) -> np.ndarray:
+    """Squared norms along the last axis, in float64."""
+    return np.square(np.asarray(x, np.float64)).sum(-1)
+
+
+def worst_error(fmt: PolarFormat) -> float:
+    """Bound of ‖x − x̂‖²/‖x‖² for every single vector, with an exact radius.
+
+    At a node, ⟨x, x̂⟩ is at least cos Δ times what it is at the worse of its two halves, with Δ the
+    largest angle to a codeword; so ⟨x, x̂⟩ ≥ ‖x‖² ∏ cos Δ_ℓ.
+    """
+    rho = np.cos(np.pi / 2 ** fmt.level_bits[0])
+    for level, bits in enumerate(fmt.level_bits[1:], 2):
+        c = codeword_angles(level, bits)
+        rho *= np.cos(max(c[0], np.diff(c).max() / 2))
+    return 2 * (1 - rho)
+
+
+def token_codes(pages: PolarPages) -> list[np.ndarray]:
+    """Codes by level, ``(..., seq_len, head_dim / 2**level)``."""
+    layout = pages.format.layout
+    codes = layout.read_codes(pages.words)
+    codes = codes.reshape(*codes.shape[:-3], -1, codes.shape[-1])[..., : pages.seq_len, :]
+    return np.split(codes, layout.level_start[1:], -1)
+
+
+def token_radii(pages: PolarPages) -> np.ndarray:
+    """Block radii as stored, ``(..., seq_len, num_blocks)``."""
+    radii = pages.format.layout.read_radii(pages.words)
+    return radii.reshape(*radii.shape[:-3], -1, radii.shape[-1])[..., : pages.seq_len, :]
+
+
+def page_offsets(pages: PolarPages) -> np.ndarray | None:
+    """Offsets in rotated space, ``(..., num_pages, head_dim)``, decoded from the stored bytes."""
+    fmt = pages.format
+    if fmt.offset is None:
+        return None
+    first = fmt.layout.offset_word
+    words = np.ascontiguousarray(pages.words[..., first : first + fmt.layout.offset_words])
+    if fmt.offset == "float16":
+        return words.view(np.float16).astype(np.float64)
+    codes = words[..., :-1].copy().view(np.int8)
+    scale = words[..., -1:].astype(np.uint16).view(np.float16)
+    return codes * scale.astype(np.float64)
+
+
+def per_token(offsets: np.ndarray, seq_len: int) -> np.ndarray:
+    """Offsets of pages, repeated for their tokens."""
+    return np.repeat(offsets, PAGE, -2)[..., :seq_len, :]
+
+
+def as_reference(pages: PolarPages) -> ReferenceCodes:
+    """What is stored, in the form the reference takes."""
+    return ReferenceCodes(token_codes(pages), token_radii(pages), page_offsets(pages))
+
+
+def same_rows(a: PolarPages, b: PolarPages, tokens: np.ndarray | slice = np.s_[:]) -> bool:
+    """Whether the codes and radii of some tokens are equal bit for bit."""
+    codes = zip(token_codes(a), token_codes(b), strict=True)
+    radii = token_radii(a).view(np.uint16), token_radii(b).view(np.uint16)
+    return all(np.array_equal(x[..., tokens, :], y[..., tokens, :]) for x, y in (*codes, radii))
+
+
+def run_python(*arguments: str | os.PathLike[str], **environment: str) -> str:
+    """Standard output of another interpreter, which finds the package and the tests' modules."""
+    path = [str(Path(__file__).parent), *filter(None, sys.path)]
+    result = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path)} | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
