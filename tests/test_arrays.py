@@ -94,8 +94,13 @@ def test_case_20_empty_axes(shape, fmt):
     decoded = pages.decode()
     assert decoded.shape == shape
     assert decoded.dtype == np.float16
-    torch = pytest.importorskip("torch")
-    assert pq.encode(torch.empty(shape), fmt).decode().shape == shape
+
+
+@pytest.mark.parametrize("shape", [(2, 0, 64), (0, 5, 64)])
+def test_case_20_empty_axes_of_tensors(torch, shape):
+    decoded = pq.encode(torch.empty(shape), SMALL).decode()
+    assert isinstance(decoded, torch.Tensor)
+    assert decoded.shape == shape
 
 
 def test_arrays_are_read_in_place():

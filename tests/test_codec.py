@@ -73,6 +73,8 @@ ADVERSARIES = {
     "one-hot": lambda d, rng: np.eye(d)[rng.integers(d)],
     "one-hot, first": lambda d, rng: np.eye(d)[0],
     "two equal": lambda d, rng: np.eye(d)[0] + np.eye(d)[1],
+    "four equal": lambda d, rng: np.eye(d)[:4].sum(0),
+    "two, one apart": lambda d, rng: np.eye(d)[0] + np.eye(d)[2],
     "two, half the vector apart": lambda d, rng: np.eye(d)[0] - np.eye(d)[d // 2],
     "three unequal": lambda d, rng: np.r_[3, 1, 0.1, np.zeros(d - 3)],
     "four, one to a group": lambda d, rng: np.eye(d)[:: d // 4].sum(0),
@@ -135,7 +137,11 @@ def hadamard_errors(head_dim, level_bits):
 )
 @pytest.mark.parametrize("kind", [*ADVERSARIES, "few of any size"])
 def test_hadamard_error_is_bounded_for_any_vector(kind, head_dim, level_bits):
-    """At most 1.6 ε, where one round of signs and butterflies gives up to 60 ε."""
+    """At most 1.6 ε, where one round of signs and butterflies gives up to 60 ε.
+
+    Two rounds without a permutation between them gave 3 to 5 ε for a few equal coordinates, such as
+    (1, 1, 0, …): the results came in pairs of equal size, whose angle is a cell boundary.
+    """
     assert hadamard_errors(head_dim, level_bits)[kind].max() <= 1.6
 
 

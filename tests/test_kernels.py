@@ -1,6 +1,7 @@
 """Kernels against the oracle, and against themselves on other instruction sets."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -243,3 +244,29 @@ def test_formats_that_differ_in_the_seed_share_compiled_code():
     before = len(cpu.encode_pages.signatures)
     pq.encode(gaussian(1, 64), pq.PolarFormat(64, SMALL.level_bits, seed=99))
     assert len(cpu.encode_pages.signatures) == before
+
+
+@pytest.mark.skipif(NOJIT, reason="nothing is compiled")
+def test_kernels_of_two_processes_are_not_mixed_up_on_disk(tmp_path):
+    """Numba numbers the files of its cache by what the index holds when a process looks.
+
+    Two processes that compile for different formats at the same time may take the same number; the
+    index is then one's, the code the other's, and from there on codes would be silently wrong.
+    """
+    code = """
+import sys
+import polarquant_nb as pq
+from support import gaussian, squared
+fmt, x = pq.PolarFormat(16, (4, int(sys.argv[1]))), gaussian(2000, 16)
+decoded = pq.encode(x, fmt).decode()
+print(squared(decoded - x).sum() / squared(x).sum() / fmt.relative_error)
+"""
+    first, second = tmp_path / "first", tmp_path / "second"
+    for bits, directory in (("2", first), ("3", second)):
+        run_python("-c", code, bits, NUMBA_CACHE_DIR=str(directory))
+    # as if both had looked at an empty index: one was the last to write it, the other its code
+    (target,) = second.iterdir()
+    for file in first.glob("*/*.nbc"):
+        shutil.copy(file, target)
+    error = float(run_python("-c", code, "3", NUMBA_CACHE_DIR=str(second)))
+    assert error == pytest.approx(1, rel=0.05)

@@ -76,7 +76,10 @@ def open_array(x: Any, name: str = "x") -> StridedBuffer:
     else:
         if isinstance(x, np.ma.MaskedArray):
             raise TypeError(f"{name} is a masked array; fill it first, as masks are not kept")
-        x = np.asarray(x)
+        try:
+            x = np.asarray(x)
+        except ValueError as error:
+            raise TypeError(f"{name} is a {type(x).__name__} that is no array: {error}") from error
         dtype = x.dtype.name
         if dtype in ("float16", "bfloat16"):
             x = x.astype(x.dtype.newbyteorder("="), copy=False).view(np.uint16)
@@ -172,6 +175,8 @@ def _from_torch(torch: Any, x: Any, name: str) -> tuple[npt.NDArray[Any], str]:
         raise TypeError(f"{name} is on device {x.device}; only CPU tensors are supported so far")
     if x.layout != torch.strided:
         raise TypeError(f"{name} has layout {x.layout}; it must be a dense (strided) tensor")
+    if dtype not in _DTYPES:
+        raise TypeError(f"{name} has dtype {dtype}; it must be one of {', '.join(_DTYPES)}")
     x = x.detach().resolve_neg()
     if dtype in ("float16", "bfloat16"):
         return x.view(torch.int16).numpy().view(np.uint16), dtype

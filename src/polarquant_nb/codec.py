@@ -272,7 +272,11 @@ def _describe_nonfinite(source: StridedBuffer) -> str:
             x = _row(source, int(base) + token * source.strides[0], head_dim)
             for i in np.flatnonzero(~np.isfinite(x)):
                 index = (*_leading_index(row, leading), token, int(i))
-                return f"x is {x[i]} at index {index}; {_PROPAGATE} rows as NaN and go on"
+                value, reason = x[i], ""
+                if source.kind.dtype == "float64":
+                    value = source.flat[base + token * source.strides[0] + i * source.strides[1]]
+                    reason = ", beyond float32" if np.isfinite(value) else ""
+                return f"x is {value} at index {index}{reason}; {_PROPAGATE} rows as NaN and go on"
     raise AssertionError("a kernel reported a row that is not finite")
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from polarquant_nb.kernels.jit import inlined, kernel
 from polarquant_nb.kernels.polar import (
+    MAX_RADIUS,
     begin_second_round,
     descend,
     end_first_round,
@@ -103,32 +104,43 @@ def encode_pages(program, shape, source, kind, direct, bases, strides, seq_len, 
             _read_rows(program, source, kind, base, strides, tokens, d, rows)
             rows[tokens * d :] = np.float32(0)
             X, index, stride = rows, 0, d
-        if offset_kind:
-            sum_rows(program, X, index, stride, tokens, offset)
-            _finish_mean(X, index, stride, tokens, offset)
-            rotate_row(program, offset, signs, order, mix, dense)
-            _store_offset(offset, words, word + offset_word, offset_kind)
-        for lane in range(0, tokens, lanes):
-            for b in range(d // 16):
-                load_block(program, X, index + lane * stride, stride, b, signs, T, bad, lane)
-            Z = T
-            if rotation == HADAMARD:
-                for c in range(16):
-                    end_first_round(program, c, mix, T)
-                for c in range(16):
-                    begin_second_round(program, c, signs, mix, order, T, U)
-                Z = U
-            elif rotation == HAAR:
+        before = events.copy()
+        without_long_rows = False
+        while True:
+            if offset_kind:
+                sum_rows(program, X, index, stride, tokens, offset)
+                _finish_mean(X, index, stride, tokens, without_long_rows, offset)
+                rotate_row(program, offset, signs, order, mix, dense)
+                _store_offset(offset, words, word + offset_word, offset_kind)
+            for lane in range(0, tokens, lanes):
                 for b in range(d // 16):
-                    multiply_dense(program, b, T, dense, U)
-                Z = U
-            for t in range(lanes):
-                live[t] = np.uint32(0xFFFFFFFF) if lane + t < tokens else np.uint32(0)
-            for b in range(d // 16):
-                tree_block(program, b, Z, offset, thresholds, codes, R)
-            upper_tree(program, thresholds, codes, R)
-            store_radii(program, R, bad, live, words, word, lane, events)
-            pack(program, codes, live, words, word, lane)
+                    load_block(program, X, index + lane * stride, stride, b, signs, T, bad, lane)
+                Z = T
+                if rotation == HADAMARD:
+                    for c in range(16):
+                        end_first_round(program, c, mix, T)
+                    for c in range(16):
+                        begin_second_round(program, c, signs, mix, order, T, U)
+                    Z = U
+                elif rotation == HAAR:
+                    for b in range(d // 16):
+                        multiply_dense(program, b, T, dense, U)
+                    Z = U
+                for t in range(lanes):
+                    live[t] = np.uint32(0xFFFFFFFF) if lane + t < tokens else np.uint32(0)
+                for b in range(d // 16):
+                    tree_block(program, b, Z, offset, thresholds, codes, R)
+                upper_tree(program, thresholds, codes, R)
+                store_radii(program, R, bad, live, words, word, lane, events)
+                pack(program, codes, live, words, word, lane)
+            # a row too long to store must not spoil the others' offset: once more without it
+            saturated = False
+            for t in range(16, 32):
+                saturated |= events[t] != before[t]
+            if not offset_kind or not saturated or without_long_rows:
+                break
+            without_long_rows = True
+            events[:] = before
     for t in range(16):
         counts[0] += np.int64(events[t])
         counts[1] += np.int64(events[16 + t])
@@ -210,14 +222,18 @@ def decode_pages(program, shape, words, tables, target, kind, direct, begin, end
 
 
 @kernel
-def _finish_mean(X, index, stride, n, sums):
-    """Mean of ``n`` rows from their sums; where those are not finite, of the finite rows."""
+def _finish_mean(X, index, stride, n, without_long_rows, sums):
+    """Mean of ``n`` rows from their sums; where those are not finite, of the finite rows.
+
+    ``without_long_rows`` leaves out the rows, too, whose norm is beyond float16.
+    """
     d = sums.size
     finite = True
     for i in range(d):
         finite &= math.isfinite(sums[i])
-    if not finite:
-        n = _sum_finite_rows(X, index, stride, n, sums)
+    if not finite or without_long_rows:
+        limit = np.float32(MAX_RADIUS**2) if without_long_rows else np.float32(np.inf)
+        n = _sum_good_rows(X, index, stride, n, limit, sums)
         for i in range(d):  # if the sum itself overflows, so will the radii
             sums[i] = sums[i] if math.isfinite(sums[i]) else np.float32(0)
     for i in range(d):
@@ -225,15 +241,18 @@ def _finish_mean(X, index, stride, n, sums):
 
 
 @kernel
-def _sum_finite_rows(X, index, stride, n, sums):
+def _sum_good_rows(X, index, stride, n, limit, sums):
+    """Sum of the finite rows with a squared norm up to ``limit``; their number, at least 1."""
     d, count = sums.size, 0
     for i in range(d):
         sums[i] = np.float32(0)
     for t in range(n):
-        finite = True
+        finite, squared = True, np.float32(0)
         for i in range(d):
-            finite &= math.isfinite(X[index + t * stride + i])
-        if finite:
+            x = X[index + t * stride + i]
+            finite &= math.isfinite(x)
+            squared += x * x
+        if finite and squared <= limit:
             count += 1
             for i in range(d):
                 sums[i] += X[index + t * stride + i]

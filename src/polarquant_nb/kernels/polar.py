@@ -30,6 +30,7 @@ from polarquant_nb.kernels.lanes import Index, Mask, Vector, stage
 from polarquant_nb.layout import PAGE, PageLayout, plan_page
 
 __all__ = [
+    "MAX_RADIUS",
     "begin_second_round",
     "descend",
     "end_first_round",
