@@ -28,7 +28,7 @@ ALL_CODEBOOKS = [(level, bits) for level in LEVELS for bits in BITS]
 
 # SHA-256 of the codewords of all levels and bits as little-endian float64, in order.  Codes are
 # stored without their codebook: a change here alters what stored codes mean.
-CODEBOOKS_SHA = "20e3b50278c0336b9b83ad761ba97dbadb1da3b2a227b8377967e6d0be570530"
+CODEBOOKS_SHA = "9cf2ae105a5cd5066f3ec384fe39b116e23095e7393b28003cd529ffe7e28015"
 
 # Codewords are rounded to a grid that is coarser than the noise of quadrature and linear algebra,
 # and finer than this, a quarter of a float32 rounding.

@@ -108,10 +108,12 @@ def encode(
 
     def encode_range(first: int, last: int) -> None:
         here = np.zeros(2, np.int64)
-        cpu.encode_pages(
-            program, shape, source.flat, _element_kind(source.kind), _direct(source), source.bases,
-            source.strides, seq_len, (*rotation, thresholds), words.reshape(-1), first, last, here,
-        )  # fmt: skip
+        with np.errstate(all="ignore"):  # without the JIT, kernels are NumPy, and would warn
+            cpu.encode_pages(
+                program, shape, source.flat, _element_kind(source.kind), _direct(source),
+                source.bases, source.strides, seq_len, (*rotation, thresholds), words.reshape(-1),
+                first, last, here,
+            )  # fmt: skip
         events.append(here)
 
     run_ranges(encode_range, len(source.bases) * num_pages, _PAGES_PER_THREAD)

@@ -84,7 +84,10 @@ def polar_transform(r: npt.ArrayLike, num_levels: int) -> tuple[list[FloatArray]
     for level in range(1, num_levels + 1):
         first, second = rest[..., 0::2], rest[..., 1::2]
         psi = np.arctan2(second, first)
-        angles.append(psi % (2 * np.pi) if level == 1 else psi)
+        if level == 1:
+            psi = psi % (2 * np.pi)
+            psi = np.where(psi < 2 * np.pi, psi, 0.0)  # a tiny negative angle is rounded to 2π
+        angles.append(psi)
         rest = np.hypot(first, second)
     return angles, rest
 
