@@ -50,12 +50,25 @@ def relative_error(x, fmt):
 
 @pytest.mark.parametrize("fmt", [*PRESET_FORMATS, *RANDOM_FORMATS], ids=ident)
 def test_gaussian_round_trip_matches_the_closed_form(fmt):
-    """2(1 − ρ) within 2 %, and the same at any scale of the data."""
-    # one vector's error varies by up to 60 % of its mean: for shallow trees of few coordinates
-    num_vectors = 2**15 if not NOJIT else 2**13 if fmt.head_dim <= 48 else 2**17 // fmt.head_dim
+    """2(1 − ρ) within 2 %."""
+    num_vectors = 2**15
+    if NOJIT:
+        # one vector's error varies by up to 60 % of its mean, in shallow trees of few coordinates;
+        # by 10 % in the deep tree whose dense rotation takes a second a page
+        num_vectors = 2**13 if fmt.head_dim <= 48 else 2**17 // fmt.head_dim
+        if fmt.rotation == "haar" and fmt.head_dim == 256:
+            num_vectors = 256
     x = gaussian(-(-num_vectors // PAGE) * PAGE, fmt.head_dim, seed=2)
     assert relative_error(x, fmt) == pytest.approx(fmt.relative_error, rel=0.02)
-    x = x[: PAGE if NOJIT else 2 * PAGE]
+
+
+@pytest.mark.parametrize(
+    "fmt",
+    [f for f in (*PRESET_FORMATS, *RANDOM_FORMATS) if f.head_dim <= 64 or not NOJIT],
+    ids=ident,
+)
+def test_error_does_not_depend_on_the_scale_of_the_data(fmt):
+    x = gaussian(PAGE if NOJIT else 2 * PAGE, fmt.head_dim, seed=2)
     at_one = relative_error(x, fmt)
     for scale in (1e-3, 1e3):
         # float16 radii and offsets round differently at another scale: 2^-12 each
@@ -63,7 +76,7 @@ def test_gaussian_round_trip_matches_the_closed_form(fmt):
 
 
 def test_numbers_of_the_reference():
-    x = gaussian(16 * PAGE, 128, seed=3)
+    x = gaussian(8 * PAGE, 128, seed=3)
     assert relative_error(x, pq.preset("paper", 128).keys) == pytest.approx(0.0321, rel=0.02)
     full_depth = pq.PolarFormat(128, (5, 3, 3, 3, 3, 3, 3))
     assert relative_error(x, full_depth) == pytest.approx(0.0094, rel=0.02)

@@ -27,9 +27,39 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """``njit`` without the GIL, cached on disk where a cache directory can be written."""
     options = {"nogil": True, "boundscheck": False, "error_model": "numpy"}
     try:
-        return njit(cache=True, **options)(function)
+        dispatcher = njit(cache=True, **options)(function)
     except RuntimeError:  # no writable directory: compile once per process
         return njit(**options)(function)
+    if not config.DISABLE_JIT:
+        _name_cache_files_by_content(dispatcher)
+    return dispatcher
+
+
+def _name_cache_files_by_content(dispatcher: Any) -> None:
+    """Make Numba's disk cache safe for processes that compile at the same time.
+
+    Numba numbers its files, and an index tells which signature has which number.  Two processes
+    that compile for different formats can take the same number; whoever reads the cache after that
+    gets one format's code for the other, and silently wrong codes.  A name made of everything that
+    decides the code cannot be taken twice, and needs no index.
+    """
+    file = dispatcher._cache._cache_file
+
+    def name(key: object) -> str:
+        content = repr((file._version, file._source_stamp, key)).encode()
+        base = file._index_name.removesuffix(".nbi")
+        return f"{base}.{hashlib.sha256(content).hexdigest()[:32]}.nbc"
+
+    def load(key: object) -> object:
+        try:
+            return file._load_data(name(key))
+        except OSError:  # not there
+            return None
+
+    def save(key: object, data: object) -> None:
+        file._save_data(name(key), data)
+
+    file.load, file.save = load, save
 
 
 def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
