@@ -106,7 +106,7 @@ def new_array(shape: tuple[int, ...], kind: ArrayKind) -> tuple[Any, npt.NDArray
     Returns
     -------
     array : ndarray or torch.Tensor
-        To give to the user; NumPy's bfloat16 becomes float32 unless ``ml_dtypes`` is loaded.
+        To give to the user.
     flat : ndarray, 1-d
         The same memory; float16 and bfloat16 as uint16.
     """
@@ -115,10 +115,7 @@ def new_array(shape: tuple[int, ...], kind: ArrayKind) -> tuple[Any, npt.NDArray
 
         tensor = torch.empty(shape, dtype=getattr(torch, kind.dtype))
         return tensor, _from_torch(torch, tensor, "out")[0].reshape(-1)
-    try:
-        array = np.empty(shape, np.dtype(kind.dtype))
-    except TypeError:  # NumPy has no bfloat16 of its own
-        array = np.empty(shape, np.float32)
+    array = np.empty(shape, np.dtype(kind.dtype))
     return array, (array.view(np.uint16) if array.itemsize == 2 else array).reshape(-1)
 
 

@@ -139,7 +139,7 @@ def decode(pages: PolarPages, start: int = 0, stop: int | None = None, *, dtype:
         Range of tokens, 0 ≤ start ≤ stop ≤ seq_len; all of them by default.
     dtype : optional
         'float16', 'bfloat16', 'float32' or 'float64', or a dtype of that name; by default the dtype
-        that was encoded.
+        that was encoded.  NumPy's bfloat16 becomes float32 unless ``ml_dtypes`` is imported.
 
     Returns
     -------
@@ -170,8 +170,6 @@ def decode(pages: PolarPages, start: int = 0, stop: int | None = None, *, dtype:
     kind = _result_kind(pages.kind, dtype)
     fmt = pages.format
     array, flat = new_array((*pages.shape[:-2], stop - start, fmt.head_dim), kind)
-    if flat.dtype == np.float32:
-        kind = ArrayKind(kind.family, "float32")
     if flat.size == 0:
         return array
     in_place = flat if flat.dtype == np.float32 else np.empty(0, np.float32)
@@ -263,7 +261,18 @@ def _result_kind(kind: ArrayKind, dtype: Any) -> ArrayKind:
         raise ValueError(
             f"dtype is {dtype!r}; it must be float16, bfloat16, float32 or float64, or None"
         )
+    if name == "bfloat16" and kind.family == "numpy" and not _numpy_has_bfloat16():
+        name = "float32"
     return ArrayKind(kind.family, name)
+
+
+def _numpy_has_bfloat16() -> bool:
+    """NumPy has none of its own; ``ml_dtypes``, once imported, registers one."""
+    try:
+        np.dtype("bfloat16")
+    except TypeError:
+        return False
+    return True
 
 
 def _describe_nonfinite(source: StridedBuffer) -> str:

@@ -38,7 +38,6 @@ GROUP_TOKENS = 512
 RADIUS_STRIDE = GROUP_TOKENS + 16
 """Elements between the radii of runs; no power of two, which would crowd sets of the cache."""
 
-LOG2_E = 1.4426950408889634
 _LOW = 3  # values are rebuilt from radii of 2**3 coordinates
 
 
