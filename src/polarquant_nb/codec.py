@@ -18,9 +18,10 @@ from polarquant_nb.kernels.jit import Program, cpu_isa
 from polarquant_nb.layout import PAGE
 from polarquant_nb.pages import PolarPages
 from polarquant_nb.rotations import rotation_for
+from polarquant_nb.rows import PackedRows
 from polarquant_nb.threads import run_ranges
 
-__all__ = ["decode", "encode", "kernel_shape", "prepared"]
+__all__ = ["decode", "decode_rows", "encode", "encode_into", "kernel_shape", "prepared"]
 
 _PAGES_PER_THREAD = 4  # a page takes some 10 µs, a thread some 50 to start
 
@@ -100,24 +101,10 @@ def encode(
         raise ValueError(
             f"codebooks have {codebooks.level_bits} bits by level; the format has {fmt.level_bits}"
         )
-    program, shape, rotation, _ = prepared(fmt, codebooks.is_analytic)
-    thresholds = np.empty(0, np.float32) if codebooks.is_analytic else codebooks.thresholds()
-    num_pages = -(-seq_len // PAGE)
-    words = np.empty((*leading, num_pages, fmt.layout.num_words), np.uint32)
-    events: list[npt.NDArray[np.int64]] = []  # per range: rows not finite, rows saturated
-
-    def encode_range(first: int, last: int) -> None:
-        here = np.zeros(2, np.int64)
-        with np.errstate(all="ignore"):  # without the JIT, kernels are NumPy, and would warn
-            cpu.encode_pages(
-                program, shape, source.flat, _element_kind(source.kind), _direct(source),
-                source.bases, source.strides, seq_len, (*rotation, thresholds), words.reshape(-1),
-                first, last, here,
-            )  # fmt: skip
-        events.append(here)
-
-    run_ranges(encode_range, len(source.bases) * num_pages, _PAGES_PER_THREAD)
-    nonfinite, saturated = (sum(int(count[i]) for count in events) for i in (0, 1))
+    num_pages, page_words = -(-seq_len // PAGE), fmt.layout.num_words
+    words = np.empty((*leading, num_pages, page_words), np.uint32)
+    starts = np.arange(words.size // page_words) * page_words
+    nonfinite, saturated = encode_into(source, fmt, codebooks, words.reshape(-1), starts)
     if nan == "raise" and nonfinite:
         raise ValueError(_describe_nonfinite(source))
     if nan == "raise" and saturated:
@@ -126,6 +113,56 @@ def encode(
         fmt, words, seq_len, codebooks, source.kind,
         num_nonfinite=nonfinite, num_saturated=saturated,
     )  # fmt: skip
+
+
+def encode_into(
+    source: StridedBuffer,
+    fmt: PolarFormat,
+    codebooks: Codebooks,
+    words: npt.NDArray[np.uint32],
+    starts: npt.NDArray[np.int64],
+    *,
+    frozen: bool = False,
+) -> tuple[int, int]:
+    """Encode vectors into pages that may lie anywhere; arguments are not checked.
+
+    Parameters
+    ----------
+    source : StridedBuffer
+        Vectors ``(..., seq_len, head_dim)``.
+    fmt : PolarFormat
+        Format.
+    codebooks : Codebooks
+        Codebooks.
+    words : 1-d array of uint32
+        Memory that holds the pages.
+    starts : 1-d array of int64
+        Each page's first word, rows after one another.
+    frozen : bool
+        The pages are whole and hold their offsets already; those are kept.
+
+    Returns
+    -------
+    int, int
+        Rows that are not finite, and rows whose radius is beyond float16.
+    """
+    program, shape, rotation, _ = prepared(fmt, codebooks.is_analytic)
+    thresholds = np.empty(0, np.float32) if codebooks.is_analytic else codebooks.thresholds()
+    events: list[npt.NDArray[np.int64]] = []  # per range: rows not finite, rows saturated
+
+    def encode_range(first: int, last: int) -> None:
+        here = np.zeros(2, np.int64)
+        with np.errstate(all="ignore"):  # without the JIT, kernels are NumPy, and would warn
+            cpu.encode_pages(
+                program, shape, source.flat, _element_kind(source.kind), _direct(source),
+                source.bases, source.strides, source.shape[-2], (*rotation, thresholds), words,
+                starts, frozen, first, last, here,
+            )  # fmt: skip
+        events.append(here)
+
+    run_ranges(encode_range, starts.size, _PAGES_PER_THREAD)
+    nonfinite, saturated = (sum(int(count[i]) for count in events) for i in (0, 1))
+    return nonfinite, saturated
 
 
 def decode(pages: PolarPages, start: int = 0, stop: int | None = None, *, dtype: Any = None) -> Any:
@@ -168,24 +205,41 @@ def decode(pages: PolarPages, start: int = 0, stop: int | None = None, *, dtype:
             f"{pages.seq_len}"
         )
     kind = _result_kind(pages.kind, dtype)
-    fmt = pages.format
-    array, flat = new_array((*pages.shape[:-2], stop - start, fmt.head_dim), kind)
+    array, flat = new_array((*pages.shape[:-2], stop - start, pages.format.head_dim), kind)
+    decode_rows(pages.rows, start, stop, flat, kind)
+    return array
+
+
+def decode_rows(
+    rows: PackedRows, start: int, stop: int, flat: npt.NDArray[Any], kind: ArrayKind
+) -> None:
+    """Reconstruct tokens ``start .. stop−1`` of rows that all have them.
+
+    Parameters
+    ----------
+    rows : PackedRows
+        Pages.
+    start, stop : int
+        Range of tokens.
+    flat : ndarray, 1-d
+        Where vectors go, rows after one another; from :func:`~polarquant_nb.arrays.new_array`.
+    kind : ArrayKind
+        What ``flat`` holds.
+    """
     if flat.size == 0:
-        return array
+        return
     in_place = flat if flat.dtype == np.float32 else np.empty(0, np.float32)
-    program, shape, _, rotation = prepared(fmt, pages.codebooks.is_analytic)
-    cosines = pages.codebooks.cosines
+    program, shape, _, rotation = prepared(rows.format, rows.codebooks.is_analytic)
+    tables = (*rotation, rows.codebooks.cosines)
 
     def decode_range(first: int, last: int) -> None:
         cpu.decode_pages(
-            program, shape, pages.words.reshape(-1), (*rotation, cosines), flat,
-            _element_kind(kind), in_place, start, stop, pages.num_pages, first, last,
+            program, shape, rows.words, rows.starts, tables, flat, _element_kind(kind), in_place,
+            start, stop, first, last,
         )  # fmt: skip
 
-    rows = flat.size // ((stop - start) * fmt.head_dim)
     touched = -(-stop // PAGE) - start // PAGE
-    run_ranges(decode_range, rows * touched, _PAGES_PER_THREAD)
-    return array
+    run_ranges(decode_range, len(rows.starts) * touched, _PAGES_PER_THREAD)
 
 
 def kernel_shape(fmt: PolarFormat, lanes: int) -> Shape:

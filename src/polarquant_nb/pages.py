@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -14,6 +15,7 @@ from polarquant_nb.arrays import ArrayKind
 from polarquant_nb.codebooks import Codebooks
 from polarquant_nb.formats import PolarFormat
 from polarquant_nb.layout import PAGE
+from polarquant_nb.rows import PackedRows
 
 __all__ = ["PolarPages"]
 
@@ -60,6 +62,16 @@ class PolarPages:
     def num_pages(self) -> int:
         """Pages of each row, the last one maybe partial."""
         return int(self.words.shape[-2])
+
+    @cached_property
+    def rows(self) -> PackedRows:
+        """The pages as kernels take them: a row for each index of the leading axes."""
+        num_rows = prod(self.words.shape[:-2])
+        starts = np.arange(num_rows * self.num_pages) * self.format.layout.num_words
+        return PackedRows(
+            self.format, self.codebooks, self.words.reshape(-1),
+            starts.reshape(num_rows, self.num_pages), np.full(num_rows, self.seq_len),
+        )  # fmt: skip
 
     @property
     def nbytes(self) -> int:

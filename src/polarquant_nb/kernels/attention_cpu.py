@@ -29,14 +29,14 @@ from polarquant_nb.kernels.jit import kernel
 from polarquant_nb.kernels.polar import rotate_row, unrotate_row
 from polarquant_nb.layout import PAGE
 
-__all__ = ["add_values", "merge_ranges", "weigh_keys"]
+__all__ = ["LOG2_E", "add_values", "merge_ranges", "weigh_keys", "weigh_scores"]
 
-_LOG2_E = 1.4426950408889634
+LOG2_E = 1.4426950408889634
 
 
 @kernel
-def weigh_keys(program, codec, shape, sizes, queries, keys, tables, scale, softcap, bias,
-               bias_base, bias_stride, visible, seq_len, span, S, top, totals, factors, first,
+def weigh_keys(program, codec, shape, sizes, queries, keys, starts, lengths, tables, scale, softcap,
+               bias, bias_base, bias_stride, visible, span, S, top, totals, factors, first,
                last):  # fmt: skip
     """Weights of a span of tokens, for items ``first .. last−1``: a row, a group, a range each.
 
@@ -53,7 +53,11 @@ def weigh_keys(program, codec, shape, sizes, queries, keys, tables, scale, softc
     queries : 1-d array of float32
         Rows, groups, queries of a group, coordinates; missing queries are zero.
     keys : 1-d array of uint32
-        Pages.
+        Memory that holds the pages.
+    starts : array of int64, shape ``(rows, pages)``
+        Each page's first word.
+    lengths : 1-d array of int64
+        Tokens of each row.
     tables : tuple of 1-d arrays
         Signs, order, mix, dense matrix, cosines, cosines of pairs.
     scale, softcap : float
@@ -66,8 +70,6 @@ def weigh_keys(program, codec, shape, sizes, queries, keys, tables, scale, softc
         Elements from token to token.
     visible : 1-d array of int64
         Tokens that each query may see.
-    seq_len : int
-        Tokens of a row.
     span : int
         Which span of each range; 0 starts afresh.
     S : 1-d array of float32
@@ -79,9 +81,8 @@ def weigh_keys(program, codec, shape, sizes, queries, keys, tables, scale, softc
         Range of items.
     """
     group, groups, ranges, range_pages, span_pages = shape
-    lanes, d, _, page_words, offset_word, offset_kind, _ = sizes
+    lanes, d, _, _, offset_word, offset_kind, _ = sizes
     signs, order, mix, dense, cosines, pairs = tables
-    pages_per_row = (seq_len + PAGE - 1) // PAGE
     stride = span_pages * PAGE + 16
     Q = np.empty(group * d, np.float32)
     query_table = np.empty(d // 2 * group * TABLE, np.float32)
@@ -90,67 +91,102 @@ def weigh_keys(program, codec, shape, sizes, queries, keys, tables, scale, softc
     for item in range(first, last):
         row = item // (groups * ranges)
         query = item // ranges * group  # counted over rows, groups and queries
+        seq_len = lengths[row]
+        pages = (seq_len + PAGE - 1) // PAGE
         begin = item % ranges * range_pages + span * span_pages
-        end = min(begin + span_pages, (item % ranges + 1) * range_pages, pages_per_row)
+        end = min(begin + span_pages, (item % ranges + 1) * range_pages, pages)
         if begin >= end:
             factors[item * group : (item + 1) * group] = np.float32(1)
+            if span == 0:
+                top[item * group : (item + 1) * group] = np.float32(-np.inf)
+                totals[item * group : (item + 1) * group] = np.float32(0)
             continue
         tokens = min((end - begin) * PAGE, seq_len - begin * PAGE)
         padded = (tokens + lanes - 1) // lanes * lanes
         s = item * group * stride
         for i in range(group * d):
-            Q[i] = queries[query * d + i] * np.float32(scale * _LOG2_E)
+            Q[i] = queries[query * d + i] * np.float32(scale * LOG2_E)
         for q in range(group):
             rotate_row(codec, Q[q * d : (q + 1) * d], signs, order, mix, dense)
         query_tables(program, Q, pairs, query_table)
         for page in range(begin, end):
-            word = (row * pages_per_row + page) * page_words
+            word = starts[row, page]
+            ahead = starts[row, min(page + GROUP_TOKENS // PAGE, pages - 1)]
             at = s + (page - begin) * PAGE
             if offset_kind:
                 load_offset(keys, word + offset_word, offset_kind, offset)
             start_scores(program, offset, Q, S, at, stride)
             for lane in range(0, min(PAGE, seq_len - page * PAGE), lanes):
-                score_tile(program, keys, word, lane, cosines, pairs, Q, query_table, S, at + lane,
-                           stride)  # fmt: skip
-        _finish_scores(S, s, stride, group, begin * PAGE, tokens, padded, softcap, bias, bias_base,
-                       bias_stride, visible, query)  # fmt: skip
-        row_maxima(program, S, s, stride, padded, best)
-        for q in range(group):
-            before = top[item * group + q] if span else np.float32(-np.inf)
-            now = before
-            for t in range(lanes):
-                now = max(now, best[q * lanes + t])
-            top[item * group + q] = now
-            # a query that has seen nothing yet: any finite number will do
-            best[q] = np.float32(0) if now == -np.inf else now
-            shrink = np.float32(0) if before == -np.inf else np.float32(2) ** (before - now)
-            factors[item * group + q] = shrink
-        softmax_rows(program, S, s, stride, padded, best, added)
-        for q in range(group):
-            total = totals[item * group + q] * factors[item * group + q] if span else np.float32(0)
-            for t in range(lanes):
-                total += added[q * lanes + t]
-            totals[item * group + q] = total
+                score_tile(program, keys, word, ahead, lane, cosines, pairs, Q, query_table, S,
+                           at + lane, stride)  # fmt: skip
+        here = slice(item * group, (item + 1) * group)
+        _to_weights(program, S, s, stride, group, begin * PAGE, tokens, padded, softcap, bias,
+                    bias_base[query : query + group], bias_stride, visible[query : query + group],
+                    span == 0, best, added, top[here], totals[here], factors[here])  # fmt: skip
 
 
 @kernel
-def add_values(program, shape, sizes, values, tables, seq_len, span, S, factors, sums, first, last):
+def weigh_scores(program, lanes, S, stride, start, tokens, softcap, bias, bias_base, bias_stride,
+                 visible, fresh, top, totals, factors, first, last):  # fmt: skip
+    """Weights from scores that are there already, for queries ``first .. last−1`` of one row.
+
+    Parameters are those of :func:`weigh_keys`; ``program`` is for one query,
+    of so many ``lanes``; ``start`` is the first token, and ``fresh`` starts afresh.
+    """
+    padded = (tokens + lanes - 1) // lanes * lanes
+    best, added = np.empty(lanes, np.float32), np.empty(lanes, np.float32)
+    for q in range(first, last):
+        here = slice(q, q + 1)
+        _to_weights(program, S, q * stride, stride, 1, start, tokens, padded, softcap, bias,
+                    bias_base[here], bias_stride, visible[here], fresh, best, added, top[here],
+                    totals[here], factors[here])  # fmt: skip
+
+
+@kernel
+def _to_weights(program, S, s, stride, group, start, tokens, padded, softcap, bias, bias_base,
+                bias_stride, visible, fresh, best, added, top, totals, factors):  # fmt: skip
+    """Scores to weights in place, and the running maxima, sums and factors of a group."""
+    lanes = best.size // group
+    _finish_scores(S, s, stride, group, start, tokens, padded, softcap, bias, bias_base,
+                   bias_stride, visible)  # fmt: skip
+    row_maxima(program, S, s, stride, padded, best)
+    for q in range(group):
+        before = np.float32(-np.inf) if fresh else top[q]
+        now = before
+        for t in range(lanes):
+            now = max(now, best[q * lanes + t])
+        top[q] = now
+        # a query that has seen nothing yet: any finite number will do
+        best[q] = np.float32(0) if now == -np.inf else now
+        factors[q] = np.float32(0) if before == -np.inf else np.float32(2) ** (before - now)
+    softmax_rows(program, S, s, stride, padded, best, added)
+    for q in range(group):
+        total = np.float32(0) if fresh else totals[q] * factors[q]
+        for t in range(lanes):
+            total += added[q * lanes + t]
+        totals[q] = total
+
+
+@kernel
+def add_values(program, shape, sizes, values, starts, lengths, tables, span, S, factors, sums,
+               first, last):  # fmt: skip
     """Weighted values of a span, added to ``sums``: items, coordinates, queries, lanes.
 
     Parameters are those of :func:`weigh_keys`, of the values.
     """
     group, groups, ranges, range_pages, span_pages = shape
-    lanes, d, _, page_words, offset_word, offset_kind, _ = sizes
+    lanes, d, _, _, offset_word, offset_kind, _ = sizes
     _, _, _, _, cosines, pairs = tables
-    pages_per_row = (seq_len + PAGE - 1) // PAGE
     stride = span_pages * PAGE + 16
     R = np.empty(d // 2 * RADIUS_STRIDE, np.float32)
     offset = np.zeros(d, np.float32)
     live = np.empty(lanes, np.uint32)
     for item in range(first, last):
         row = item // (groups * ranges)
+        seq_len = lengths[row]
+        pages = (seq_len + PAGE - 1) // PAGE
         begin = item % ranges * range_pages + span * span_pages
-        end = min(begin + span_pages, (item % ranges + 1) * range_pages, pages_per_row)
+        end = min(begin + span_pages, (item % ranges + 1) * range_pages, pages)
         a = item * d * group * lanes
         for q in range(group):
             factor = factors[item * group + q] if span else np.float32(0)
@@ -162,20 +198,22 @@ def add_values(program, shape, sizes, values, tables, seq_len, span, S, factors,
         for page in range(begin, end, GROUP_TOKENS // PAGE):
             tokens = min(GROUP_TOKENS, (end - page) * PAGE, seq_len - page * PAGE)
             tiles = (tokens + lanes - 1) // lanes
-            word = (row * pages_per_row + page) * page_words
             s = item * group * stride + (page - begin) * PAGE
             live[:] = np.uint32(0xFFFFFFFF)
             for token in range(0, tokens, lanes):
                 for t in range(max(0, tokens - token), lanes):
                     live[t] = np.uint32(0)
-                value_radii(program, values, word + token // PAGE * page_words, token % PAGE,
-                            cosines, live, R, token)  # fmt: skip
+                here = page + token // PAGE
+                ahead = starts[row, min(here + GROUP_TOKENS // PAGE, pages - 1)]
+                value_radii(program, values, starts[row, here], ahead, token % PAGE, cosines, live,
+                            R, token)  # fmt: skip
             accumulate_values(
-                program, values, word, tiles, cosines, pairs, R, S, s, stride, sums, a
+                program, values, starts[row], page, tiles, cosines, pairs, R, S, s, stride, sums, a
             )
             if offset_kind:
                 for p in range((tokens + PAGE - 1) // PAGE):
-                    load_offset(values, word + p * page_words + offset_word, offset_kind, offset)
+                    offset_start = starts[row, page + p] + offset_word
+                    load_offset(values, offset_start, offset_kind, offset)
                     count = min(PAGE, tokens - p * PAGE)
                     _add_offset(S, s + p * PAGE, stride, count, group, offset, sums, a, lanes)
 
@@ -193,19 +231,19 @@ def _add_offset(S, s, stride, count, group, offset, sums, a, lanes):
 
 @kernel
 def _finish_scores(S, s, stride, group, start, tokens, padded, softcap, bias, base, bias_stride,
-                   visible, query):  # fmt: skip
+                   visible):  # fmt: skip
     """Soft cap, bias and causal limit; lanes without a token get −∞."""
     for q in range(group):
         row = s + q * stride
         if softcap > 0:
-            cap = np.float32(softcap * _LOG2_E)
+            cap = np.float32(softcap * LOG2_E)
             for t in range(tokens):
                 S[row + t] = cap * np.float32(math.tanh(S[row + t] / cap))
         if bias.size:
-            at = base[query + q] + start * bias_stride
+            at = base[q] + start * bias_stride
             for t in range(tokens):
-                S[row + t] += bias[at + t * bias_stride] * np.float32(_LOG2_E)
-        for t in range(max(0, min(tokens, visible[query + q] - start)), padded):
+                S[row + t] += bias[at + t * bias_stride] * np.float32(LOG2_E)
+        for t in range(max(0, min(tokens, visible[q] - start)), padded):
             S[row + t] = np.float32(-np.inf)
 
 
@@ -240,4 +278,4 @@ def merge_ranges(codec, shape, sizes, tables, sums, top, totals, out, lse):
         unrotate_row(codec, vector, signs, order, mix, dense)
         for i in range(d):
             out[query * d + i] = vector[i]
-        lse[query] = (best + math.log2(total)) / _LOG2_E if total > 0 else best
+        lse[query] = (best + math.log2(total)) / LOG2_E if total > 0 else best

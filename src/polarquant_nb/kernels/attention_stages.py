@@ -85,11 +85,14 @@ def start_scores(
 
 @stage
 def score_tile(
-    L: Any, program: GroupProgram, words: Any, page: Index, lane: Index, cosines: Any,
+    L: Any, program: GroupProgram, words: Any, page: Index, ahead: Index, lane: Index, cosines: Any,
     pair_cosines: Any, queries: Any, tables: Any, S: Any, s: Index, stride: Index,
 ) -> None:  # fmt: skip
-    """Add q·(k̂ − μ) of a tile's keys to the scores of every query, in rotated space."""
-    code = _code_reader(L, program, words, page, lane, fetch_ahead=True)
+    """Add q·(k̂ − μ) of a tile's keys to the scores of every query, in rotated space.
+
+    Meanwhile the same tile of the page that starts at ``ahead`` is fetched.
+    """
+    code = _code_reader(L, program, words, page, lane, ahead)
     scores = [L.load(S, s + stride * q) for q in range(program.group)]
     level_start = page_layout(program).level_start
 
@@ -134,13 +137,12 @@ def _fold_half_circle(
 
 
 def _code_reader(
-    L: Any, program: GroupProgram, words: Any, page: Index, lane: Index, *, fetch_ahead: bool
+    L: Any, program: GroupProgram, words: Any, page: Index, lane: Index, ahead: Index | None = None
 ) -> Callable[[int], Vector]:
     """Reader of codes, by node; higher bits are left as they are, as tables ignore them.
 
-    Every row is loaded once, and may be asked for in the next page group.
+    Every row is loaded once, and fetched from the page at ``ahead`` too.
     """
-    ahead = GROUP_TOKENS // PAGE * page_layout(program).num_words
     where = {
         node: (row, shift) for row in page_layout(program).code_rows for node, shift in row.fields
     }
@@ -150,8 +152,8 @@ def _code_reader(
         row, shift = where[node]
         if row not in loaded:
             loaded[row] = L.load_lanes(words, page + row.word, lane, row.width)
-            if fetch_ahead:
-                L.prefetch(words, page + (ahead + row.word), lane, row.width)
+            if ahead is not None:
+                L.prefetch(words, ahead + row.word, lane, row.width)
         return loaded[row] >> L.u(shift) if shift else loaded[row]
 
     return read
@@ -211,14 +213,15 @@ def exp2(L: Any, x: Vector) -> Vector:
 
 @stage
 def value_radii(
-    L: Any, program: GroupProgram, words: Any, page: Index, lane: Index, cosines: Any, live: Any,
-    R: Any, token: Index,
+    L: Any, program: GroupProgram, words: Any, page: Index, ahead: Index, lane: Index, cosines: Any,
+    live: Any, R: Any, token: Index,
 ) -> None:  # fmt: skip
     """Radii of runs of 8 coordinates (or the blocks, if smaller) of a tile, in its live lanes.
 
-    Run i of token t goes to ``R[i * RADIUS_STRIDE + t]``.
+    Run i of token t goes to ``R[i * RADIUS_STRIDE + t]``.  The same tile of the page that starts at
+    ``ahead`` is fetched.
     """
-    code = _code_reader(L, program, words, page, lane, fetch_ahead=False)
+    code = _code_reader(L, program, words, page, lane)
     low = min(_LOW, len(program.level_bits))
     level_start = page_layout(program).level_start
 
@@ -232,9 +235,8 @@ def value_radii(
         walk(level - 1, 2 * i + 1, r * L.lookup(cosines, table + TABLE, bits, index))
 
     layout = page_layout(program)
-    for row in layout.code_rows:  # the next page group's
-        ahead = GROUP_TOKENS // PAGE * layout.num_words + row.word
-        L.prefetch(words, page + ahead, lane, row.width)
+    for row in layout.code_rows:
+        L.prefetch(words, ahead + row.word, lane, row.width)
     for j, word in enumerate(layout.radius_words):
         half = L.load_lanes(words, page + word, lane, 16) & L.load(live, 0)
         walk(len(program.level_bits), j, half_to_float_lanes(L, half))
@@ -242,10 +244,12 @@ def value_radii(
 
 @stage
 def accumulate_values(
-    L: Any, program: GroupProgram, words: Any, page: Index, tiles: Index, cosines: Any,
+    L: Any, program: GroupProgram, words: Any, starts: Any, page: Index, tiles: Index, cosines: Any,
     pair_cosines: Any, R: Any, S: Any, s: Index, stride: Index, sums: Any, a: Index,
 ) -> None:  # fmt: skip
     """Add the weighted values of ``tiles`` tiles, from a page's first, to ``sums``, lane by lane.
+
+    Page i of the row starts at ``starts[i]``.
 
     Coordinate i of query q has its vector of sums at ``sums[a + (i * group + q) * lanes]``.
     """
@@ -254,15 +258,15 @@ def accumulate_values(
     width = 4 if program.isa == "avx512" and program.group <= 4 and low > 1 else 2
     for first in range(0, program.head_dim, width):
         _accumulate_run(
-            L, program, first, width, low, words, page, tiles, cosines, pair_cosines, R, S, s,
-            stride, sums, a,
+            L, program, first, width, low, words, starts, page, tiles, cosines, pair_cosines, R, S,
+            s, stride, sums, a,
         )  # fmt: skip
 
 
 def _accumulate_run(
-    L: Any, program: GroupProgram, first: int, width: int, low: int, words: Any, page: Index,
-    tiles: Index, cosines: Any, pair_cosines: Any, R: Any, S: Any, s: Index, stride: Index,
-    sums: Any, a: Index,
+    L: Any, program: GroupProgram, first: int, width: int, low: int, words: Any, starts: Any,
+    page: Index, tiles: Index, cosines: Any, pair_cosines: Any, R: Any, S: Any, s: Index,
+    stride: Index, sums: Any, a: Index,
 ) -> None:  # fmt: skip
     """Coordinates ``first .. first + width − 1``: their sums stay in registers over all tiles."""
     level_start = page_layout(program).level_start
@@ -274,8 +278,8 @@ def _accumulate_run(
 
     def add_tile(t: Index, totals: list[Vector]) -> list[Vector]:
         token, per_page = t * L.n, PAGE // L.n
-        this_page = page + t // per_page * page_layout(program).num_words
-        code = _code_reader(L, program, words, this_page, t % per_page * L.n, fetch_ahead=False)
+        start = L.index(starts, page + t // per_page)
+        code = _code_reader(L, program, words, start, t % per_page * L.n)
         values: dict[int, Vector] = {}
 
         def walk(level: int, i: int, r: Vector) -> None:

@@ -48,7 +48,7 @@ HADAMARD, HAAR = 1, 2
 
 @kernel
 def encode_pages(program, shape, source, kind, direct, bases, strides, seq_len, tables, words,
-                 first, last, counts):  # fmt: skip
+                 starts, frozen, first, last, counts):  # fmt: skip
     """Encode pages ``first .. last−1``, counted over rows and then pages.
 
     Parameters
@@ -72,7 +72,11 @@ def encode_pages(program, shape, source, kind, direct, bases, strides, seq_len, 
     tables : tuple of 1-d arrays
         Signs, order, mix, dense matrix, thresholds; flat.
     words : 1-d array of uint32
-        All pages, uninitialised.
+        Memory that holds the pages, uninitialised.
+    starts : 1-d array of int64
+        Each page's first word.
+    frozen : bool
+        Whether the pages' offsets are there already, and to be kept.
     first, last : int
         Range of pages.
     counts : array of int64, shape ``(2,)``
@@ -93,7 +97,7 @@ def encode_pages(program, shape, source, kind, direct, bases, strides, seq_len, 
         start = page % pages_per_row * PAGE
         tokens = min(PAGE, seq_len - start)
         base = bases[page // pages_per_row] + start * strides[0]
-        word = page * page_words
+        word = starts[page]
         bad[:] = np.float32(0)
         if tokens < PAGE:
             words[word : word + page_words] = np.uint32(0)
@@ -107,7 +111,10 @@ def encode_pages(program, shape, source, kind, direct, bases, strides, seq_len, 
         before = events.copy()
         without_long_rows = False
         while True:
-            if offset_kind:
+            if frozen:
+                if offset_kind:
+                    load_offset(words, word + offset_word, offset_kind, offset)
+            elif offset_kind:
                 sum_rows(program, X, index, stride, tokens, offset)
                 _finish_mean(X, index, stride, tokens, without_long_rows, offset)
                 rotate_row(program, offset, signs, order, mix, dense)
@@ -137,7 +144,7 @@ def encode_pages(program, shape, source, kind, direct, bases, strides, seq_len, 
             saturated = False
             for t in range(16, 32):
                 saturated |= events[t] != before[t]
-            if not offset_kind or not saturated or without_long_rows:
+            if frozen or not offset_kind or not saturated or without_long_rows:
                 break
             without_long_rows = True
             events[:] = before
@@ -147,7 +154,7 @@ def encode_pages(program, shape, source, kind, direct, bases, strides, seq_len, 
 
 
 @kernel
-def decode_pages(program, shape, words, tables, target, kind, direct, begin, end, pages_per_row,
+def decode_pages(program, shape, words, starts, tables, target, kind, direct, begin, end,
                  first, last):  # fmt: skip
     """Decode the part of pages ``first .. last−1`` that lies in tokens ``begin .. end−1``.
 
@@ -158,7 +165,9 @@ def decode_pages(program, shape, words, tables, target, kind, direct, begin, end
     shape : tuple of int
         See :func:`polarquant_nb.codec.kernel_shape`.
     words : 1-d array of uint32
-        All pages.
+        Memory that holds the pages.
+    starts : array of int64, shape ``(rows, pages)``
+        Each page's first word.
     tables : tuple of 1-d arrays
         Signs, inverse order, mix, dense matrix transposed, cosines; flat.
     target : 1-d array of float32, float64 or uint16
@@ -169,12 +178,10 @@ def decode_pages(program, shape, words, tables, target, kind, direct, begin, end
         ``target`` again if it is float32, else empty.
     begin, end : int
         Range of tokens.
-    pages_per_row : int
-        Pages of a row.
     first, last : int
         Range of pages, counted over rows and then the pages that the tokens touch.
     """
-    lanes, d, num_nodes, page_words, offset_word, offset_kind, rotation = shape
+    lanes, d, num_nodes, _, offset_word, offset_kind, rotation = shape
     signs, order, mix, dense, cosines = tables
     T, U = np.empty(d * lanes, np.float32), np.empty(d * lanes, np.float32)
     rows = np.empty(d * lanes, np.float32)
@@ -185,7 +192,7 @@ def decode_pages(program, shape, words, tables, target, kind, direct, begin, end
     touched = (end + PAGE - 1) // PAGE - first_page
     for item in range(first, last):
         row, page = item // touched, first_page + item % touched
-        word = (row * pages_per_row + page) * page_words
+        word = starts[row, page]
         if offset_kind:
             load_offset(words, word + offset_word, offset_kind, offset)
         for lane in range(0, PAGE, lanes):

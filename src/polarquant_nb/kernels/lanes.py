@@ -68,7 +68,7 @@ class ArrayLanes:
         """One element in every lane."""
         return np.full(self.n, array[index])
 
-    def index(self, array: npt.NDArray[np.uint32], i: int) -> Index:
+    def index(self, array: npt.NDArray[Any], i: int) -> Index:
         """An element of an array of indices."""
         return int(array[i])
 
@@ -318,8 +318,9 @@ class RegisterLanes:
 
     def index(self, array: ir.Value, i: Index) -> Index:
         """An element of an array of indices."""
-        element = self.b.load(self._address(array, i, _I32), align=4)
-        return _Index(self.b, self.b.zext(element, _I64))
+        kind = array.type.pointee
+        element = self.b.load(self._address(array, i, kind), align=4)
+        return _Index(self.b, element if kind == _I64 else self.b.zext(element, _I64))
 
     def gather(self, array: ir.Value, indices: ir.Value, i: Index) -> Vector:
         """Lanes from the elements at ``indices[i ..]``."""

@@ -1,0 +1,253 @@
+"""Attention over pages alone: few queries on the codes, many by decoding a few pages at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+from polarquant_nb.arrays import ArrayKind
+from polarquant_nb.codebooks import Codebooks
+from polarquant_nb.codec import Factors, decode_rows, prepared
+from polarquant_nb.kernels import attention_cpu
+from polarquant_nb.kernels.attention_cpu import LOG2_E
+from polarquant_nb.kernels.attention_stages import GROUP_TOKENS
+from polarquant_nb.kernels.jit import GroupProgram, Program, cpu_isa
+from polarquant_nb.layout import PAGE
+from polarquant_nb.rows import PackedRows
+from polarquant_nb.threads import get_num_threads, run_ranges
+
+__all__ = ["Bias", "Problem", "attend_packed"]
+
+_MAX_GROUP = 8
+"""Most queries that share a walk: their sums have to stay in registers."""
+
+_FUSED_QUERIES = 64
+"""With more queries to a kv head, decoding pages and multiplying matrices is faster."""
+
+_WEIGHT_BYTES = 2**20
+"""Weights held at a time by the fused path, over all rows."""
+
+_PREFILL_TOKENS = 2048
+_PREFILL_QUERIES = 256
+"""Tokens decoded, and queries that meet them, at a time."""
+
+FloatArray = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Bias:
+    """What is added to logits.
+
+    Parameters
+    ----------
+    flat : 1-d array of float32
+        The elements.
+    base : array of int64, shape ``(rows, n)``
+        Element of ``flat`` for each query's first packed token.
+    stride : int
+        Elements from token to token.
+    """
+
+    flat: FloatArray
+    base: npt.NDArray[np.int64]
+    stride: int
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Arguments of attention over pages; a row is a batch element and kv head.
+
+    Parameters
+    ----------
+    queries : array of float32, shape ``(rows, n, head_dim)``
+        Queries of all heads and positions that share a kv head.
+    keys, values : PackedRows
+        Of equal lengths.
+    scale, softcap : float
+        Of the logits; no softcap if 0.
+    bias : Bias, optional
+        Added to the logits.
+    visible : array of int64, shape ``(rows, n)``
+        How many tokens each query may see: the first ones.
+    """
+
+    queries: FloatArray
+    keys: PackedRows
+    values: PackedRows
+    scale: float
+    softcap: float
+    bias: Bias | None
+    visible: npt.NDArray[np.int64]
+
+
+def attend_packed(problem: Problem) -> tuple[FloatArray, FloatArray]:
+    """Attention over pages; arguments are not checked.
+
+    Parameters
+    ----------
+    problem : Problem
+        Queries, pages and what hides them.
+
+    Returns
+    -------
+    out : array of float32, shape ``(rows, n, value_head_dim)``
+        Zeros for a query that sees nothing.
+    lse : array of float32, shape ``(rows, n)``
+        Natural logarithm of each query's sum of exponentials; −inf if it sees nothing.
+    """
+    rows, n, _ = problem.queries.shape
+    if rows * n == 0 or problem.keys.num_pages == 0:
+        out = np.zeros((rows, n, problem.values.format.head_dim), np.float32)
+        return out, np.full((rows, n), -np.inf, np.float32)
+    return _fused(problem) if n <= _FUSED_QUERIES else _by_page_groups(problem)
+
+
+# ---- few queries: fused --------------------------------------------------------------------------
+
+
+def _fused(problem: Problem) -> tuple[FloatArray, FloatArray]:
+    keys, values = problem.keys, problem.values
+    rows, n, _ = problem.queries.shape
+    group = min(n, _MAX_GROUP)
+    groups = -(-n // group)
+    extra = ((0, 0), (0, groups * group - n))
+    queries, visible, bias = problem.queries, problem.visible, problem.bias or _no_bias(rows, n)
+    base = bias.base
+    if groups * group > n:
+        queries = np.pad(queries, (*extra, (0, 0)))
+        visible, base = np.pad(visible, extra), np.pad(base, extra)
+
+    key_codec, key_shape, forward, _ = prepared(keys.format, keys.codebooks.is_analytic)
+    value_codec, value_shape, _, back = prepared(values.format, values.codebooks.is_analytic)
+    key_program, value_program = key_codec.for_queries(group), value_codec.for_queries(group)
+    key_tables = _tables(forward, keys.codebooks, key_program)
+    value_tables = _tables(back, values.codebooks, value_program)
+
+    shape = group, groups, *_split(keys.num_pages, rows * groups, group)
+    _, _, ranges, range_pages, span_pages = shape
+    items = rows * groups * ranges
+    S = np.empty(items * group * (span_pages * PAGE + 16), np.float32)
+    sums = np.empty(items * group * values.format.head_dim * value_codec.lanes, np.float32)
+    top, totals, factors = np.empty((3, items * group), np.float32)
+    for span in range(-(-range_pages // span_pages)):
+
+        def weigh(first: int, last: int, span: int = span) -> None:
+            attention_cpu.weigh_keys(
+                key_program, key_codec, shape, key_shape, queries.reshape(-1), keys.words,
+                keys.starts, keys.lengths, key_tables, problem.scale, problem.softcap, bias.flat,
+                base.reshape(-1), bias.stride, visible.reshape(-1), span, S, top, totals, factors,
+                first, last,
+            )  # fmt: skip
+
+        def add(first: int, last: int, span: int = span) -> None:
+            attention_cpu.add_values(
+                value_program, shape, value_shape, values.words, values.starts, values.lengths,
+                value_tables, span, S, factors, sums, first, last,
+            )  # fmt: skip
+
+        run_ranges(weigh, items, 1)
+        run_ranges(add, items, 1)
+    out = np.empty((rows, groups * group, values.format.head_dim), np.float32)
+    lse = np.empty((rows, groups * group), np.float32)
+    attention_cpu.merge_ranges(
+        value_codec, shape, value_shape, value_tables, sums, top, totals, out.reshape(-1),
+        lse.reshape(-1),
+    )  # fmt: skip
+    return out[:, :n], lse[:, :n]
+
+
+def _no_bias(rows: int, n: int) -> Bias:
+    return Bias(np.empty(0, np.float32), np.zeros((rows, n), np.int64), 0)
+
+
+def _split(num_pages: int, rows: int, group: int) -> tuple[int, int, int]:
+    """Ranges of a row, pages of a range, and pages of a span.
+
+    There are enough ranges to keep every thread busy, and spans so long that all weights held at a
+    time take a mebibyte; all in whole page groups.
+    """
+    per_group = GROUP_TOKENS // PAGE
+    page_groups = -(-num_pages // per_group)
+    threads = get_num_threads()
+    ranges = 1 if threads == 1 else min(page_groups, max(1, -(-2 * threads // rows)))
+    range_pages = -(-page_groups // ranges) * per_group
+    ranges = -(-num_pages // range_pages)
+    weights = _WEIGHT_BYTES // (4 * group * rows * ranges)
+    span_pages = min(range_pages, max(1, weights // GROUP_TOKENS) * per_group)
+    return ranges, range_pages, span_pages
+
+
+def _tables(rotation: Factors, codebooks: Codebooks, program: GroupProgram) -> Factors:
+    """What kernels look up: the rotation's factors, cosines, and those of level 1 once more."""
+    pairs = codebooks.half_circle_cosines if program.folded else codebooks.cosines
+    return (*rotation, codebooks.cosines, pairs)
+
+
+# ---- many queries: by page groups ----------------------------------------------------------------
+
+
+def _by_page_groups(problem: Problem) -> tuple[FloatArray, FloatArray]:
+    """Flash attention: decode tokens of a row, multiply matrices, rescale what was added up."""
+    rows, n, _ = problem.queries.shape
+    out = np.zeros((rows, n, problem.values.format.head_dim), np.float32)
+    top = np.full((rows, n), -np.inf, np.float32)
+    totals = np.zeros((rows, n), np.float32)
+    bias = problem.bias or _no_bias(rows, n)
+    scores = np.empty(_PREFILL_QUERIES * _PREFILL_TOKENS, np.float32)
+    for row in range(rows):
+        q = problem.queries[row] * np.float32(problem.scale * LOG2_E)
+        # a query sees a prefix of the tokens: what is hidden from all need not be decoded
+        length = min(int(problem.keys.lengths[row]), int(problem.visible[row].max()))
+        for start in range(0, length, _PREFILL_TOKENS):
+            stop = min(start + _PREFILL_TOKENS, length)
+            k = _decoded(problem.keys.row(row), start, stop)
+            v = _decoded(problem.values.row(row), start, stop)
+            for first in range(0, n, _PREFILL_QUERIES):
+                here = slice(first, min(first + _PREFILL_QUERIES, n))
+                weights, factors = _weigh_block(
+                    q[here], k, scores, problem, bias, (row, here), start, top, totals
+                )
+                block = out[row, here]
+                block *= factors[:, None]
+                block += weights @ v
+    with np.errstate(divide="ignore", invalid="ignore"):
+        out = np.where(totals[..., None] == 0, np.float32(0), out / totals[..., None])
+        return out, (top + np.log2(totals)) / np.float32(LOG2_E)
+
+
+def _weigh_block(
+    q: FloatArray, k: FloatArray, scores: FloatArray, problem: Problem, bias: Bias,
+    where: tuple[int, slice], start: int, top: FloatArray, totals: FloatArray,
+) -> tuple[FloatArray, FloatArray]:  # fmt: skip
+    """Weights ``(queries, tokens)`` of a block, and the factors of what was added up before."""
+    n, tokens = len(q), len(k)
+    lanes_program = _bare_program()
+    stride = -(-tokens // lanes_program.lanes) * lanes_program.lanes
+    block = scores[: n * stride].reshape(n, stride)
+    np.matmul(q, k.T, out=block[:, :tokens])
+    factors = np.empty(n, np.float32)
+
+    def weigh(first: int, last: int) -> None:
+        attention_cpu.weigh_scores(
+            lanes_program, lanes_program.lanes, block.reshape(-1), stride, start, tokens,
+            problem.softcap, bias.flat, bias.base[where], bias.stride, problem.visible[where],
+            start == 0, top[where], totals[where], factors, first, last,
+        )  # fmt: skip
+
+    run_ranges(weigh, n, 16)
+    return block[:, :tokens], factors
+
+
+@cache
+def _bare_program() -> GroupProgram:
+    """For kernels that depend on no format, only on the instruction set; one query at a time."""
+    return Program(16, (1,), None, "none", False, cpu_isa()).for_queries(1)
+
+
+def _decoded(row: PackedRows, start: int, stop: int) -> FloatArray:
+    flat = np.empty((stop - start) * row.format.head_dim, np.float32)
+    decode_rows(row, start, stop, flat, ArrayKind("numpy", "float32"))
+    return flat.reshape(stop - start, -1)

@@ -1,0 +1,50 @@
+"""PackedRows: pages wherever they lie in memory, as kernels take them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from polarquant_nb.codebooks import Codebooks
+from polarquant_nb.formats import PolarFormat
+
+__all__ = ["PackedRows"]
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRows:
+    """Pages of several rows, a row being one batch element and kv head.
+
+    Parameters
+    ----------
+    format : PolarFormat
+        Of all pages.
+    codebooks : Codebooks
+        Of all pages.
+    words : 1-d array of uint32
+        Memory that holds the pages, and maybe other things between them.
+    starts : array of int64, shape ``(rows, num_pages)``
+        Index in ``words`` of each page's first word; whatever it is where a row is shorter.
+    lengths : array of int64, shape ``(rows,)``
+        Tokens of each row; pages are full but for the last of a row.
+    """
+
+    format: PolarFormat
+    codebooks: Codebooks
+    words: npt.NDArray[np.uint32]
+    starts: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+
+    @property
+    def num_pages(self) -> int:
+        """Most pages that a row may have."""
+        return self.starts.shape[1]
+
+    def row(self, i: int) -> PackedRows:
+        """Row ``i`` alone."""
+        part = slice(i, i + 1)
+        return PackedRows(
+            self.format, self.codebooks, self.words, self.starts[part], self.lengths[part]
+        )
