@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from polarquant_nb.arrays import ArrayKind
-from polarquant_nb.codebooks import Codebooks
-from polarquant_nb.codec import Factors, decode_rows, prepared
+from polarquant_nb.codec import Factors, Shape, decode_rows, prepared
 from polarquant_nb.kernels import attention_cpu
 from polarquant_nb.kernels.attention_cpu import LOG2_E
 from polarquant_nb.kernels.attention_stages import GROUP_TOKENS
-from polarquant_nb.kernels.jit import GroupProgram, Program, cpu_isa
+from polarquant_nb.kernels.jit import GroupProgram, Program, bound, cpu_isa
 from polarquant_nb.layout import PAGE
 from polarquant_nb.rows import PackedRows
 from polarquant_nb.threads import get_num_threads, run_ranges
@@ -29,6 +31,9 @@ _FUSED_QUERIES = 64
 
 _WEIGHT_BYTES = 2**20
 """Weights held at a time by the fused path, over all rows."""
+
+_KEPT_BYTES = 2**22
+"""Largest scratch array that is kept between calls."""
 
 _PREFILL_TOKENS = 2048
 _PREFILL_QUERIES = 256
@@ -108,55 +113,94 @@ def attend_packed(problem: Problem) -> tuple[FloatArray, FloatArray]:
 # ---- few queries: fused --------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Side:
+    """Keys or values, as kernels for a number of queries take them."""
+
+    program: GroupProgram
+    codec: Program
+    sizes: Shape
+    tables: Factors
+    bound: dict[str, Callable[..., Any]]
+
+    def run(self, kernel: Callable[..., Any], *arguments: Any) -> None:
+        """Call a kernel, the first time to find its code."""
+        name = kernel.__name__
+        if name not in self.bound:
+            self.bound[name] = bound(kernel, *arguments)
+        self.bound[name](*arguments)
+
+
+def _side(rows: PackedRows, group: int, *, back: bool) -> _Side:
+    key = group, back
+    if key not in rows.prepared:
+        codec, sizes, *rotations = prepared(rows.format, rows.codebooks.is_analytic)
+        program = codec.for_queries(group)
+        pairs = rows.codebooks.half_circle_cosines if program.folded else rows.codebooks.cosines
+        tables = (*rotations[back], rows.codebooks.cosines, pairs)
+        rows.prepared[key] = _Side(program, codec, sizes, tables, {})
+    side: _Side = rows.prepared[key]
+    return side
+
+
 def _fused(problem: Problem) -> tuple[FloatArray, FloatArray]:
     keys, values = problem.keys, problem.values
     rows, n, _ = problem.queries.shape
     group = min(n, _MAX_GROUP)
     groups = -(-n // group)
-    extra = ((0, 0), (0, groups * group - n))
     queries, visible, bias = problem.queries, problem.visible, problem.bias or _no_bias(rows, n)
     base = bias.base
     if groups * group > n:
+        extra = ((0, 0), (0, groups * group - n))
         queries = np.pad(queries, (*extra, (0, 0)))
         visible, base = np.pad(visible, extra), np.pad(base, extra)
-
-    key_codec, key_shape, forward, _ = prepared(keys.format, keys.codebooks.is_analytic)
-    value_codec, value_shape, _, back = prepared(values.format, values.codebooks.is_analytic)
-    key_program, value_program = key_codec.for_queries(group), value_codec.for_queries(group)
-    key_tables = _tables(forward, keys.codebooks, key_program)
-    value_tables = _tables(back, values.codebooks, value_program)
+    k, v = _side(keys, group, back=False), _side(values, group, back=True)
 
     shape = group, groups, *_split(keys.num_pages, rows * groups, group)
     _, _, ranges, range_pages, span_pages = shape
     items = rows * groups * ranges
-    S = np.empty(items * group * (span_pages * PAGE + 16), np.float32)
-    sums = np.empty(items * group * values.format.head_dim * value_codec.lanes, np.float32)
+    S = _scratch("S", items * group * (span_pages * PAGE + 16))
+    sums = _scratch("sums", items * group * values.format.head_dim * v.codec.lanes)
     top, totals, factors = np.empty((3, items * group), np.float32)
     for span in range(-(-range_pages // span_pages)):
 
         def weigh(first: int, last: int, span: int = span) -> None:
-            attention_cpu.weigh_keys(
-                key_program, key_codec, shape, key_shape, queries.reshape(-1), keys.words,
-                keys.starts, keys.lengths, key_tables, problem.scale, problem.softcap, bias.flat,
-                base.reshape(-1), bias.stride, visible.reshape(-1), span, S, top, totals, factors,
-                first, last,
+            k.run(
+                attention_cpu.weigh_keys, k.program, k.codec, shape, k.sizes, queries.reshape(-1),
+                keys.words, keys.starts, keys.lengths, k.tables, problem.scale, problem.softcap,
+                bias.flat, base.reshape(-1), bias.stride, visible.reshape(-1), span, S, top, totals,
+                factors, first, last,
             )  # fmt: skip
 
         def add(first: int, last: int, span: int = span) -> None:
-            attention_cpu.add_values(
-                value_program, shape, value_shape, values.words, values.starts, values.lengths,
-                value_tables, span, S, factors, sums, first, last,
+            v.run(
+                attention_cpu.add_values, v.program, shape, v.sizes, values.words, values.starts,
+                values.lengths, v.tables, span, S, factors, sums, first, last,
             )  # fmt: skip
 
         run_ranges(weigh, items, 1)
         run_ranges(add, items, 1)
     out = np.empty((rows, groups * group, values.format.head_dim), np.float32)
     lse = np.empty((rows, groups * group), np.float32)
-    attention_cpu.merge_ranges(
-        value_codec, shape, value_shape, value_tables, sums, top, totals, out.reshape(-1),
-        lse.reshape(-1),
+    v.run(
+        attention_cpu.merge_ranges, v.program, v.codec, shape, v.sizes, v.tables, sums, top, totals,
+        out.reshape(-1), lse.reshape(-1),
     )  # fmt: skip
     return out[:, :n], lse[:, :n]
+
+
+_local = threading.local()
+
+
+def _scratch(name: str, size: int) -> FloatArray:
+    """Memory that a thread keeps from call to call, as the system hands out new memory slowly."""
+    if size * 4 > _KEPT_BYTES:
+        return np.empty(size, np.float32)
+    kept: FloatArray | None = getattr(_local, name, None)
+    if kept is None or kept.size < size:
+        kept = np.empty(size, np.float32)
+        setattr(_local, name, kept)
+    return kept
 
 
 def _no_bias(rows: int, n: int) -> Bias:
@@ -178,12 +222,6 @@ def _split(num_pages: int, rows: int, group: int) -> tuple[int, int, int]:
     weights = _WEIGHT_BYTES // (4 * group * rows * ranges)
     span_pages = min(range_pages, max(1, weights // GROUP_TOKENS) * per_group)
     return ranges, range_pages, span_pages
-
-
-def _tables(rotation: Factors, codebooks: Codebooks, program: GroupProgram) -> Factors:
-    """What kernels look up: the rotation's factors, cosines, and those of level 1 once more."""
-    pairs = codebooks.half_circle_cosines if program.folded else codebooks.cosines
-    return (*rotation, codebooks.cosines, pairs)
 
 
 # ---- many queries: by page groups ----------------------------------------------------------------

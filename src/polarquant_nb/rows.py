@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +30,8 @@ class PackedRows:
         Index in ``words`` of each page's first word; whatever it is where a row is shorter.
     lengths : array of int64, shape ``(rows,)``
         Tokens of each row; pages are full but for the last of a row.
+    prepared : dict
+        What attention works out once, for its own use.
     """
 
     format: PolarFormat
@@ -36,6 +39,7 @@ class PackedRows:
     words: npt.NDArray[np.uint32]
     starts: npt.NDArray[np.int64]
     lengths: npt.NDArray[np.int64]
+    prepared: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
     def num_pages(self) -> int:

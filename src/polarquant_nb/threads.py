@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from itertools import pairwise
 from threading import Lock
 from typing import SupportsIndex
@@ -29,10 +30,13 @@ def get_num_threads() -> int:
     int
         What :func:`set_num_threads` was given last; else the environment variable
         ``POLARQUANT_NUM_THREADS`` or ``OMP_NUM_THREADS``; else the number of CPUs that this process
-        may run on.
+        may run on.  Both are looked up once.
     """
-    if _num_threads is not None:
-        return _num_threads
+    return _num_threads if _num_threads is not None else _default_num_threads()
+
+
+@cache
+def _default_num_threads() -> int:
     for name in ("POLARQUANT_NUM_THREADS", "OMP_NUM_THREADS"):
         value = os.environ.get(name, "")
         if value.isdecimal() and int(value) > 0:

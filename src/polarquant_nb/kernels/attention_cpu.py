@@ -17,16 +17,18 @@ from polarquant_nb.kernels.attention_stages import (
     GROUP_TOKENS,
     RADIUS_STRIDE,
     accumulate_values,
+    add_sums,
     query_tables,
+    rescale_sums,
     row_maxima,
     score_tile,
     softmax_rows,
     start_scores,
+    total_sums,
     value_radii,
 )
-from polarquant_nb.kernels.cpu import load_offset
 from polarquant_nb.kernels.jit import kernel
-from polarquant_nb.kernels.polar import rotate_row, unrotate_row
+from polarquant_nb.kernels.polar import load_offset, rotate_row, unrotate_row
 from polarquant_nb.layout import PAGE
 
 __all__ = ["LOG2_E", "add_values", "merge_ranges", "weigh_keys", "weigh_scores"]
@@ -84,6 +86,7 @@ def weigh_keys(program, codec, shape, sizes, queries, keys, starts, lengths, tab
     lanes, d, _, _, offset_word, offset_kind, _ = sizes
     signs, order, mix, dense, cosines, pairs = tables
     stride = span_pages * PAGE + 16
+    columns, flat = starts.shape[1], starts.reshape(starts.size)
     Q = np.empty(group * d, np.float32)
     query_table = np.empty(d // 2 * group * TABLE, np.float32)
     offset = np.zeros(d, np.float32)
@@ -95,6 +98,7 @@ def weigh_keys(program, codec, shape, sizes, queries, keys, starts, lengths, tab
         pages = (seq_len + PAGE - 1) // PAGE
         begin = item % ranges * range_pages + span * span_pages
         end = min(begin + span_pages, (item % ranges + 1) * range_pages, pages)
+        following = _first_page(item + 1, last, shape, lengths, columns, span)
         if begin >= end:
             factors[item * group : (item + 1) * group] = np.float32(1)
             if span == 0:
@@ -111,11 +115,11 @@ def weigh_keys(program, codec, shape, sizes, queries, keys, starts, lengths, tab
         query_tables(program, Q, pairs, query_table)
         for page in range(begin, end):
             word = starts[row, page]
-            ahead = starts[row, min(page + GROUP_TOKENS // PAGE, pages - 1)]
+            ahead = flat[_fetched_page(page, end, row * columns, following, flat.size - 1)]
             at = s + (page - begin) * PAGE
             if offset_kind:
-                load_offset(keys, word + offset_word, offset_kind, offset)
-            start_scores(program, offset, Q, S, at, stride)
+                load_offset(program, keys, word + offset_word, offset)
+            start_scores(program, keys, ahead, offset, Q, S, at, stride)
             for lane in range(0, min(PAGE, seq_len - page * PAGE), lanes):
                 score_tile(program, keys, word, ahead, lane, cosines, pairs, Q, query_table, S,
                            at + lane, stride)  # fmt: skip
@@ -178,6 +182,7 @@ def add_values(program, shape, sizes, values, starts, lengths, tables, span, S, 
     lanes, d, _, _, offset_word, offset_kind, _ = sizes
     _, _, _, _, cosines, pairs = tables
     stride = span_pages * PAGE + 16
+    columns, flat = starts.shape[1], starts.reshape(starts.size)
     R = np.empty(d // 2 * RADIUS_STRIDE, np.float32)
     offset = np.zeros(d, np.float32)
     live = np.empty(lanes, np.uint32)
@@ -187,14 +192,12 @@ def add_values(program, shape, sizes, values, starts, lengths, tables, span, S, 
         pages = (seq_len + PAGE - 1) // PAGE
         begin = item % ranges * range_pages + span * span_pages
         end = min(begin + span_pages, (item % ranges + 1) * range_pages, pages)
+        following = _first_page(item + 1, last, shape, lengths, columns, span)
         a = item * d * group * lanes
-        for q in range(group):
-            factor = factors[item * group + q] if span else np.float32(0)
-            if factor != 1:
-                for i in range(d):
-                    for t in range(lanes):
-                        at = a + (i * group + q) * lanes + t
-                        sums[at] = sums[at] * factor if span else np.float32(0)
+        if span == 0:
+            sums[a : a + d * group * lanes] = np.float32(0)
+        else:
+            rescale_sums(program, sums, a, factors[item * group : (item + 1) * group])
         for page in range(begin, end, GROUP_TOKENS // PAGE):
             tokens = min(GROUP_TOKENS, (end - page) * PAGE, seq_len - page * PAGE)
             tiles = (tokens + lanes - 1) // lanes
@@ -204,18 +207,39 @@ def add_values(program, shape, sizes, values, starts, lengths, tables, span, S, 
                 for t in range(max(0, tokens - token), lanes):
                     live[t] = np.uint32(0)
                 here = page + token // PAGE
-                ahead = starts[row, min(here + GROUP_TOKENS // PAGE, pages - 1)]
+                ahead = flat[_fetched_page(here, end, row * columns, following, flat.size - 1)]
                 value_radii(program, values, starts[row, here], ahead, token % PAGE, cosines, live,
                             R, token)  # fmt: skip
-            accumulate_values(
-                program, values, starts[row], page, tiles, cosines, pairs, R, S, s, stride, sums, a
-            )
+            limit = flat.size - (tokens + PAGE - 1) // PAGE
+            fetched = _fetched_page(page, end, row * columns, following, limit)
+            accumulate_values(program, values, flat, row * columns + page, fetched, tiles, cosines,
+                              pairs, R, S, s, stride, sums, a)  # fmt: skip
             if offset_kind:
                 for p in range((tokens + PAGE - 1) // PAGE):
-                    offset_start = starts[row, page + p] + offset_word
-                    load_offset(values, offset_start, offset_kind, offset)
+                    load_offset(program, values, starts[row, page + p] + offset_word, offset)
                     count = min(PAGE, tokens - p * PAGE)
                     _add_offset(S, s + p * PAGE, stride, count, group, offset, sums, a, lanes)
+
+
+@kernel
+def _first_page(item, last, shape, lengths, columns, span):
+    """Where an item's first page of a span is in the table of pages; −1 if there is none."""
+    _, groups, ranges, range_pages, span_pages = shape
+    row, page = item // (groups * ranges), item % ranges * range_pages + span * span_pages
+    exists = item < last and page * PAGE < lengths[row]
+    return row * columns + page if exists else -1
+
+
+@kernel
+def _fetched_page(page, end, row_start, following, limit):
+    """Which page to fetch while working on ``page``: one page group further, ``limit`` at most.
+
+    Beyond the item's end, pages of the following item.
+    """
+    ahead = page + GROUP_TOKENS // PAGE
+    if ahead < end:
+        return min(row_start + ahead, limit)
+    return min(following + (ahead - end), limit) if following >= 0 else row_start + page
 
 
 @kernel
@@ -248,34 +272,43 @@ def _finish_scores(S, s, stride, group, start, tokens, padded, softcap, bias, ba
 
 
 @kernel
-def merge_ranges(codec, shape, sizes, tables, sums, top, totals, out, lse):
+def merge_ranges(program, codec, shape, sizes, tables, sums, top, totals, out, lse):
     """Merge the ranges of each query, and rotate the result back.
 
     ``out`` has a vector a query, ``lse`` the logarithm of its sum of exponentials; a query that
-    sees nothing gets zeros and −∞.
+    sees nothing gets zeros and −∞.  ``sums`` are changed.
     """
     group, _, ranges, _, _ = shape
     lanes, d, _, _, _, _, _ = sizes
     signs, order, mix, dense, _, _ = tables
-    vector = np.empty(d, np.float32)
-    for query in range(lse.size):
-        q, first = query % group, query // group * ranges
-        best = np.float32(-np.inf)
+    size = d * group * lanes
+    weights, best = np.empty(group, np.float32), np.empty(group, np.float32)
+    total = np.empty(group, np.float32)
+    merged = np.empty(group * d + lanes, np.float32)
+    for first in range(0, lse.size // group * ranges, ranges):
+        query = first // ranges * group
+        best[:] = np.float32(-np.inf)
+        total[:] = np.float32(0)
         for item in range(first, first + ranges):
-            best = max(best, top[item * group + q])
-        vector[:] = np.float32(0)
-        total = np.float32(0)
-        if best > -np.inf:
-            for item in range(first, first + ranges):
-                weight = np.float32(2) ** (top[item * group + q] - best)
-                total += weight * totals[item * group + q]
-                for i in range(d):
-                    at = ((item * d + i) * group + q) * lanes
-                    for t in range(lanes):
-                        vector[i] += weight * sums[at + t]
-        for i in range(d):
-            vector[i] = vector[i] / total if total > 0 or math.isnan(total) else np.float32(0)
-        unrotate_row(codec, vector, signs, order, mix, dense)
-        for i in range(d):
-            out[query * d + i] = vector[i]
-        lse[query] = (best + math.log2(total)) / LOG2_E if total > 0 else best
+            for q in range(group):
+                best[q] = max(best[q], top[item * group + q])
+        for item in range(first, first + ranges):
+            for q in range(group):
+                seen = best[q] > -np.inf
+                weight = np.float32(2) ** (top[item * group + q] - best[q]) if seen else 0
+                weights[q] = np.float32(weight)
+                total[q] += weights[q] * totals[item * group + q]
+            if item == first:
+                rescale_sums(program, sums, first * size, weights)
+            else:
+                add_sums(program, sums, first * size, item * size, weights)
+        total_sums(program, sums, first * size, merged)
+        for q in range(group):
+            vector = merged[q * d : (q + 1) * d]
+            some = total[q] > 0 or math.isnan(total[q])
+            for i in range(d):
+                vector[i] = vector[i] / total[q] if some else np.float32(0)
+            unrotate_row(codec, vector, signs, order, mix, dense)
+            out[(query + q) * d : (query + q + 1) * d] = vector
+            base_2 = best[q] + math.log2(total[q]) if total[q] > 0 else best[q]
+            lse[query + q] = base_2 / LOG2_E

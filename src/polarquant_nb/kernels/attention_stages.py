@@ -11,7 +11,7 @@ Scores of query q stand at ``S[s + q * stride + token]``, and become weights in 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from polarquant_nb.codebooks import TABLE
@@ -24,11 +24,14 @@ __all__ = [
     "GROUP_TOKENS",
     "RADIUS_STRIDE",
     "accumulate_values",
+    "add_sums",
     "query_tables",
+    "rescale_sums",
     "row_maxima",
     "score_tile",
     "softmax_rows",
     "start_scores",
+    "total_sums",
     "value_radii",
 ]
 
@@ -69,9 +72,16 @@ def query_tables(
 
 @stage
 def start_scores(
-    L: Any, program: GroupProgram, offset: Any, queries: Any, S: Any, s: Index, stride: Index
-) -> None:
-    """Scores of a page, before its codes count: q·μ for every token (0 without an offset)."""
+    L: Any, program: GroupProgram, words: Any, ahead: Index, offset: Any, queries: Any, S: Any,
+    s: Index, stride: Index,
+) -> None:  # fmt: skip
+    """Scores of a page, before its codes count: q·μ for every token (0 without an offset).
+
+    Meanwhile the offset of the page that starts at ``ahead`` is fetched.
+    """
+    layout = page_layout(program)
+    for word in range(0, layout.offset_words, 16):
+        L.prefetch(words, ahead + (layout.offset_word + word), 0, 32)
     for q in range(program.group):
         share = L.f(0.0)
         if program.offset is not None:
@@ -120,6 +130,7 @@ def score_tile(
             scores[q] = L.fma(first, x, L.fma(second, y, scores[q]))
 
     for j, word in enumerate(page_layout(program).radius_words):
+        L.prefetch(words, ahead + word, lane, 16)
         radius = half_to_float_lanes(L, L.load_lanes(words, page + word, lane, 16))
         walk(len(program.level_bits), j, radius)
     for q in range(program.group):
@@ -218,8 +229,8 @@ def value_radii(
 ) -> None:  # fmt: skip
     """Radii of runs of 8 coordinates (or the blocks, if smaller) of a tile, in its live lanes.
 
-    Run i of token t goes to ``R[i * RADIUS_STRIDE + t]``.  The same tile of the page that starts at
-    ``ahead`` is fetched.
+    Run i of token t goes to ``R[i * RADIUS_STRIDE + t]``.  Meanwhile the radii of the same tile of
+    the page that starts at ``ahead`` are fetched.
     """
     code = _code_reader(L, program, words, page, lane)
     low = min(_LOW, len(program.level_bits))
@@ -235,38 +246,41 @@ def value_radii(
         walk(level - 1, 2 * i + 1, r * L.lookup(cosines, table + TABLE, bits, index))
 
     layout = page_layout(program)
-    for row in layout.code_rows:
-        L.prefetch(words, ahead + row.word, lane, row.width)
     for j, word in enumerate(layout.radius_words):
+        L.prefetch(words, ahead + word, lane, 16)
         half = L.load_lanes(words, page + word, lane, 16) & L.load(live, 0)
         walk(len(program.level_bits), j, half_to_float_lanes(L, half))
 
 
 @stage
 def accumulate_values(
-    L: Any, program: GroupProgram, words: Any, starts: Any, page: Index, tiles: Index, cosines: Any,
-    pair_cosines: Any, R: Any, S: Any, s: Index, stride: Index, sums: Any, a: Index,
+    L: Any, program: GroupProgram, words: Any, starts: Any, page: Index, ahead: Index, tiles: Index,
+    cosines: Any, pair_cosines: Any, R: Any, S: Any, s: Index, stride: Index, sums: Any, a: Index,
 ) -> None:  # fmt: skip
     """Add the weighted values of ``tiles`` tiles, from a page's first, to ``sums``, lane by lane.
 
-    Page i of the row starts at ``starts[i]``.
+    Page i starts at ``starts[i]``.  Meanwhile the codes of as many tiles from page
+    ``ahead`` are fetched.
 
     Coordinate i of query q has its vector of sums at ``sums[a + (i * group + q) * lanes]``.
     """
     low = min(_LOW, len(program.level_bits))
     # as many sums as leave half of the registers free
     width = 4 if program.isa == "avx512" and program.group <= 4 and low > 1 else 2
-    for first in range(0, program.head_dim, width):
+    passes, rows = program.head_dim // width, page_layout(program).code_rows
+    for i in range(passes):
+        # each row is fetched in one pass, spread over all of them: memory takes its time
+        fetched = rows[-(-i * len(rows) // passes) : -(-(i + 1) * len(rows) // passes)]
         _accumulate_run(
-            L, program, first, width, low, words, starts, page, tiles, cosines, pair_cosines, R, S,
-            s, stride, sums, a,
+            L, program, i * width, width, low, fetched, words, starts, page, ahead, tiles, cosines,
+            pair_cosines, R, S, s, stride, sums, a,
         )  # fmt: skip
 
 
 def _accumulate_run(
-    L: Any, program: GroupProgram, first: int, width: int, low: int, words: Any, starts: Any,
-    page: Index, tiles: Index, cosines: Any, pair_cosines: Any, R: Any, S: Any, s: Index,
-    stride: Index, sums: Any, a: Index,
+    L: Any, program: GroupProgram, first: int, width: int, low: int, fetched: Sequence[Row],
+    words: Any, starts: Any, page: Index, ahead: Index, tiles: Index, cosines: Any,
+    pair_cosines: Any, R: Any, S: Any, s: Index, stride: Index, sums: Any, a: Index,
 ) -> None:  # fmt: skip
     """Coordinates ``first .. first + width − 1``: their sums stay in registers over all tiles."""
     level_start = page_layout(program).level_start
@@ -278,6 +292,9 @@ def _accumulate_run(
 
     def add_tile(t: Index, totals: list[Vector]) -> list[Vector]:
         token, per_page = t * L.n, PAGE // L.n
+        for row in fetched:
+            next_page = L.index(starts, ahead + t // per_page)
+            L.prefetch(words, next_page + row.word, t % per_page * L.n, row.width)
         start = L.index(starts, page + t // per_page)
         code = _code_reader(L, program, words, start, t % per_page * L.n)
         values: dict[int, Vector] = {}
@@ -313,3 +330,49 @@ def _accumulate_run(
     start = [L.load(sums, place) for place in places]
     for place, total in zip(places, L.loop(tiles, start, add_tile), strict=True):
         L.store(sums, place, total)
+
+
+# ---- sums of values ------------------------------------------------------------------------------
+
+
+@stage
+def rescale_sums(L: Any, program: GroupProgram, sums: Any, a: Index, factors: Any) -> None:
+    """Multiply each query's sums, which start at ``sums[a]``, by its factor."""
+    by_query = [L.splat(factors, q) for q in range(program.group)]
+
+    def rescale(i: Index, nothing: list[Vector]) -> list[Vector]:
+        for q, factor in enumerate(by_query):
+            at = a + (i * program.group + q) * L.n
+            L.store(sums, at, L.load(sums, at) * factor)
+        return nothing
+
+    L.loop(program.head_dim, [], rescale)
+
+
+@stage
+def add_sums(L: Any, program: GroupProgram, sums: Any, a: Index, b: Index, factors: Any) -> None:
+    """Add each query's sums from ``sums[b]`` on, times its factor, to those from ``sums[a]`` on."""
+    by_query = [L.splat(factors, q) for q in range(program.group)]
+
+    def add(i: Index, nothing: list[Vector]) -> list[Vector]:
+        for q, factor in enumerate(by_query):
+            place = (i * program.group + q) * L.n
+            total = L.fma(L.load(sums, b + place), factor, L.load(sums, a + place))
+            L.store(sums, a + place, total)
+        return nothing
+
+    L.loop(program.head_dim, [], add)
+
+
+@stage
+def total_sums(L: Any, program: GroupProgram, sums: Any, a: Index, out: Any) -> None:
+    """Sums over the lanes, a vector for each query; ``out`` has a register's worth more."""
+    for q in range(program.group):
+
+        def total(i: Index, nothing: list[Vector], q: int = q) -> list[Vector]:
+            lanes = L.load(sums, a + (i * program.group + q) * L.n)
+            # all lanes are written, and all but one overwritten by the next coordinate's
+            L.store(out, i + q * program.head_dim, L.total(lanes))
+            return nothing
+
+        L.loop(program.head_dim, [], total)

@@ -20,6 +20,7 @@ from polarquant_nb.kernels.polar import (
     end_first_round,
     leaf_block,
     load_block,
+    load_offset,
     multiply_dense,
     narrow_bfloat,
     narrow_half,
@@ -38,7 +39,7 @@ from polarquant_nb.kernels.polar import (
 )
 from polarquant_nb.layout import PAGE
 
-__all__ = ["BFLOAT", "FLOAT", "HALF", "decode_pages", "encode_pages", "load_offset"]
+__all__ = ["BFLOAT", "FLOAT", "HALF", "decode_pages", "encode_pages"]
 
 FLOAT, HALF, BFLOAT = 0, 1, 2
 """Kinds of elements: float32 or float64 as they are; float16 and bfloat16 as uint16."""
@@ -113,7 +114,7 @@ def encode_pages(program, shape, source, kind, direct, bases, strides, seq_len, 
         while True:
             if frozen:
                 if offset_kind:
-                    load_offset(words, word + offset_word, offset_kind, offset)
+                    load_offset(program, words, word + offset_word, offset)
             elif offset_kind:
                 sum_rows(program, X, index, stride, tokens, offset)
                 _finish_mean(X, index, stride, tokens, without_long_rows, offset)
@@ -194,7 +195,7 @@ def decode_pages(program, shape, words, starts, tables, target, kind, direct, be
         row, page = item // touched, first_page + item % touched
         word = starts[row, page]
         if offset_kind:
-            load_offset(words, word + offset_word, offset_kind, offset)
+            load_offset(program, words, word + offset_word, offset)
         for lane in range(0, PAGE, lanes):
             token = page * PAGE + lane
             low, high = max(begin, token), min(end, token + lanes)
@@ -292,21 +293,6 @@ def _store_offset(offset, words, word, kind):
             packed |= np.uint32(np.uint32(np.int32(code)) & np.uint32(0xFF)) << np.uint32(8 * k)
         words[word + i // 4] = packed
     words[word + d // 4] = np.uint32(half)
-
-
-@kernel
-def load_offset(words, word, kind, offset):
-    """The page offset at ``word``, of kind 1 (int8) or 2 (float16), as float32."""
-    d = offset.size
-    if kind == 2:
-        for i in range(d):
-            half = words[word + i // 2] >> np.uint32(16 * (i % 2))
-            offset[i] = half_to_float(np.uint16(half & np.uint32(0xFFFF)))
-        return
-    scale = half_to_float(np.uint16(words[word + d // 4] & np.uint32(0xFFFF)))
-    for i in range(d):
-        byte = np.int32((words[word + i // 4] >> np.uint32(8 * (i % 4))) & np.uint32(0xFF))
-        offset[i] = np.float32(byte - 256 if byte > 127 else byte) * scale
 
 
 # ---- elements of other types ---------------------------------------------------------------------

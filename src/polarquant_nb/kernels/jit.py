@@ -18,7 +18,7 @@ from numba import njit
 from numba.core import config, types
 from numba.extending import NativeValue, models, register_model, typeof_impl, unbox
 
-__all__ = ["ISA", "GroupProgram", "Program", "ProgramType", "cpu_isa", "inlined", "kernel"]
+__all__ = ["ISA", "GroupProgram", "Program", "ProgramType", "bound", "cpu_isa", "inlined", "kernel"]
 
 ISA = Literal["avx512", "avx2", "portable"]
 
@@ -60,6 +60,25 @@ def _name_cache_files_by_content(dispatcher: Any) -> None:
         file._save_data(name(key), data)
 
     file.load, file.save = load, save
+
+
+def bound(function: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
+    """A kernel's compiled code for arguments of these types.
+
+    Numba looks at the type of every argument at every call, which takes longer than a short kernel.
+    What this returns must be called with arguments of the same types; arrays may be read-only or
+    not.
+    """
+    if config.DISABLE_JIT:
+        return function
+    dispatcher: Any = function
+    kinds = [dispatcher.typeof_pyval(argument) for argument in arguments]
+    signature = tuple(
+        kind.copy(readonly=False) if isinstance(kind, types.Array) else kind for kind in kinds
+    )
+    dispatcher.compile(signature)
+    entry: Callable[..., Any] = dispatcher.get_overload(signature)
+    return entry
 
 
 def inlined(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -37,6 +37,7 @@ __all__ = [
     "half_to_float_lanes",
     "leaf_block",
     "load_block",
+    "load_offset",
     "multiply_dense",
     "narrow_bfloat",
     "narrow_half",
@@ -532,6 +533,21 @@ def store_radii(
         L.store(counts, start, L.where(event, before + one, before))
 
 
+@stage
+def load_offset(L: Any, program: Program, words: Any, start: Index, offset: Any) -> None:
+    """The page offset, whose first word is ``start``, as float32."""
+    if program.offset == "float16":
+        for k in range(0, program.head_dim, L.n):
+            L.store(offset, k, _signed_half_to_float(L, L.load_lanes(words, start, k, 16)))
+    elif program.offset == "int8":
+        scale = L.splat(words, start + program.head_dim // 4) & L.u(0xFFFF)
+        scale = half_to_float_lanes(L, scale)
+        for k in range(0, program.head_dim, L.n):
+            # 2^23 + 128 + code, exactly: the integer sits in the low bits of the float
+            code = L.load_lanes(words, start, k, 8) ^ L.u(0x4B000080)
+            L.store(offset, k, (L.as_float(code) - L.f(2.0**23 + 128)) * scale)
+
+
 # ---- 16-bit floats -------------------------------------------------------------------------------
 
 
@@ -540,9 +556,7 @@ def widen_half(L: Any, program: Program, halves: Any, index: Index, rows: Any, r
     """A vector of float16 bits to float32."""
     for k in range(0, program.head_dim, L.n):
         half = L.load_lanes(halves, index + k, 0, 16)
-        sign = (half & L.u(0x8000)) << L.u(16)
-        magnitude = L.as_uint(half_to_float_lanes(L, half & L.u(0x7FFF)))
-        L.store(rows, row + k, L.as_float(magnitude | sign))
+        L.store(rows, row + k, _signed_half_to_float(L, half))
 
 
 @stage
@@ -601,3 +615,9 @@ def half_to_float_lanes(L: Any, half: Vector) -> Vector:
 def page_layout(program: Any) -> PageLayout:
     """The layout of a program's pages."""
     return plan_page(program.head_dim, program.level_bits, program.offset)
+
+
+def _signed_half_to_float(L: Any, half: Vector) -> Vector:
+    sign = (half & L.u(0x8000)) << L.u(16)
+    magnitude = L.as_uint(half_to_float_lanes(L, half & L.u(0x7FFF)))
+    return L.as_float(magnitude | sign)
