@@ -90,19 +90,21 @@ def test_info_names_gpus(monkeypatch, tmp_path, answer, gpus):
 
 
 def test_version_and_help(capsys):
-    for argv in (["--version"], ["--help"], ["demo", "--help"]):
+    for argv in (["--version"], ["--help"], ["demo", "--help"], ["bench", "--help"]):
         with pytest.raises(SystemExit) as stop:
             main(argv)
         assert stop.value.code == 0
     out = capsys.readouterr().out
     assert "--score-tokens" in out
+    assert "--seq-len" in out
+    assert "default: None" not in out
     assert all(name in out for name in presets())
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "required: {demo,info}"),
+        ([], "required: {bench,demo,info}"),
         (["demonstrate"], "demonstrate"),
         (["demo", "--preset", "best"], "'best'.*paper.*tiny.*compact.*balanced.*accurate"),
         (["demo", "--tokens", "127"], "127 is not in 128..8192"),
@@ -112,6 +114,17 @@ def test_version_and_help(capsys):
         (["demo", "--seed", "-1"], "-1 is not in"),
         (["demo", "--threads", "0"], "0 is not in 1..1024"),
         (["demo", "--wrong"], "--wrong"),
+        (["bench", "--seq-len", "0"], "0 is not in 1..1048576"),
+        (["bench", "--shape", "8/32"], "'8/32' is not KV_HEADS/HEADS/HEAD_DIM"),
+        (["bench", "--shape", "8/32/128/1"], "'8/32/128/1' is not KV_HEADS/HEADS/HEAD_DIM"),
+        (["bench", "--shape", "8/a/128"], "'a' is no integer"),
+        (["bench", "--shape", "8/32/0"], "0 is not in 1..1024"),
+        (["bench", "--shape", "8/12/128"], "12 heads; .* a multiple of its 8 KV heads"),
+        (["bench", "--shape", "8/32/100"], "head_dim is 100; it must be a multiple of 16"),
+        (["bench", "--only", "decoding"], "'decoding'.*encode.*decode.*prefill"),
+        (["bench", "--queries", "0"], "0 is not in 1..8192"),
+        (["bench", "--repeat", "0"], "0 is not in 1..1000"),
+        (["bench", "--preset", "best"], "'best'.*paper.*tiny.*compact.*balanced.*accurate"),
     ],
     ids=str,
 )

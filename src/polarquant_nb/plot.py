@@ -1,4 +1,4 @@
-"""Figures of what :mod:`polarquant_nb.analysis` returns, drawn on the axes that are given."""
+"""Figures of what :mod:`polarquant_nb.analysis` and the benchmark return, on the axes given."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import numpy as np
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = ["angles"]
+__all__ = ["angles", "speed"]
 
-# Two colours of Okabe and Ito's palette, which colour-blind readers can tell apart.
+# Okabe and Ito's palette, which colour-blind readers can tell apart.
 _OBSERVED = "#56B4E9"
 _EXPECTED = "#D55E00"
+_BASELINES = (
+    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442",
+)  # fmt: skip
 
 
 def angles(ds: xr.Dataset, ax: Any = None) -> Any:
@@ -42,12 +45,83 @@ def angles(ds: xr.Dataset, ax: Any = None) -> Any:
 
         size = (2.6 * len(levels), 2.4)
         _, ax = plt.subplots(1, len(levels), figsize=size, layout="constrained", squeeze=False)
-    axes = np.atleast_1d(np.asarray(ax, dtype=object)).ravel()
+    axes = _flat(ax)
     if len(axes) != len(levels):
         raise ValueError(f"ax holds {len(axes)} axes; the dataset has {len(levels)} levels")
     for level, axis in zip(levels, axes, strict=True):
         _draw_level(ds if ds["level"].ndim == 0 else ds.sel(level=level), int(level), axis)
     return axes[0] if len(axes) == 1 else axes
+
+
+def speed(results: dict[str, Any], ax: Any = None) -> Any:
+    """Draw how many times faster ours is than each baseline of the benchmark.
+
+    Points are medians, lines reach from the first to the third quartile.
+
+    Parameters
+    ----------
+    results : dict
+        What ``polarquant-nb bench --json FILE`` writes.
+    ax : matplotlib Axes, or an array of one for each of encode, decode and prefill, optional
+        Where to draw; by default a new figure with a panel for each that was measured.
+
+    Returns
+    -------
+    Axes, or ndarray of Axes
+        What was drawn on.
+
+    Raises
+    ------
+    ValueError
+        If the number of axes is not the number of panels.
+    """
+    rows = [row for row in results["rows"] if row["contender"] != "ours"]
+    panels = list(dict.fromkeys(row["stage"].split()[0] for row in rows))
+    if ax is None:
+        from matplotlib import pyplot as plt
+
+        size = (8, 2.5 * len(panels))
+        _, ax = plt.subplots(len(panels), figsize=size, layout="constrained", squeeze=False)
+    axes = _flat(ax)
+    if len(axes) != len(panels):
+        raise ValueError(f"ax holds {len(axes)} axes; the results have {len(panels)} panels")
+    colours = dict(zip(dict.fromkeys(row["contender"] for row in rows), _BASELINES, strict=False))
+    drawn = [x for row in rows for x in row["quartiles"]]
+    limits = min(0.5, *drawn) / 1.1, 1.1 * max(2, *drawn)
+    for panel, axis in zip(panels, axes, strict=True):
+        _draw_speed([row for row in rows if row["stage"].startswith(panel)], colours, axis)
+        axis.set_title(panel)
+        axis.set_xlim(limits)
+    return axes[0] if len(axes) == 1 else axes
+
+
+def _flat(ax: Any) -> Any:
+    return np.atleast_1d(np.asarray(ax, dtype=object)).ravel()
+
+
+def _draw_speed(rows: list[dict[str, Any]], colours: dict[str, str], ax: Any) -> None:
+    cases = list(dict.fromkeys(map(_case, rows)))
+    names = list(dict.fromkeys(row["contender"] for row in rows))
+    for name, shift in zip(names, np.linspace(-0.5, 0.5, len(names) + 2)[1:-1], strict=True):
+        found = [row for row in rows if row["contender"] == name]
+        x = np.array([row["times_faster"] for row in found])
+        low, high = np.array([row["quartiles"] for row in found]).T
+        y = [cases.index(_case(row)) + shift for row in found]
+        ax.errorbar(x, y, xerr=(x - low, high - x), fmt="o", color=colours[name], label=name)
+    ax.axvline(1, color="0.6", zorder=0)
+    ax.set_xscale("log", base=2)
+    ax.xaxis.set_major_formatter("{x:g}×")
+    ax.set_yticks(range(len(cases)), cases)
+    ax.set_ylim(len(cases) - 0.5, -0.5)
+    ax.set_xlabel("times faster than the baseline")
+    ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+
+
+def _case(row: dict[str, Any]) -> str:
+    """What a row was measured on: what is encoded, preset, shape and tokens."""
+    what = row["stage"].split()[1:]
+    shape = f"{row['num_kv_heads']}/{row['num_heads']}/{row['head_dim']}"
+    return ", ".join([*what, row["preset"], shape, f"{row['seq_len']:,} tokens"])
 
 
 def _draw_level(one: xr.Dataset, level: int, ax: Any) -> None:

@@ -1,0 +1,315 @@
+"""The benchmark: packed pages against what torch does without them, in time and bytes.
+
+Every baseline is timed right after ours, again and again, and judged by the median of the ratios of
+such neighbours: what disturbs both alike cancels.  So ours runs right after torch, as it does in a
+model.  Everything is for one layer and a batch of one.
+"""
+
+from __future__ import annotations
+
+import json as jsonlib
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from polarquant_nb.bench_contenders import STAGES, Inputs
+from polarquant_nb.bench_output import draw_speed, format_result
+from polarquant_nb.budgets import preset
+from polarquant_nb.demo_output import check_writable, write_atomically
+from polarquant_nb.formats import FormatPair
+from polarquant_nb.models import require
+from polarquant_nb.threads import get_num_threads, set_num_threads
+
+__all__ = ["BenchError", "Row", "alternate", "run"]
+
+_BUDGET = 1.0
+"""Seconds for a baseline and ours beside it; what is slower gets the fewest rounds."""
+
+_FEWEST = 3
+"""Rounds that a median needs at least."""
+
+
+class BenchError(ValueError):
+    """The benchmark cannot run with these arguments."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender in one measurement.
+
+    Parameters
+    ----------
+    stage, preset : str
+        What was measured, and with which formats.
+    num_kv_heads, num_heads, head_dim, seq_len, q_len : int
+        Of keys, values and queries; encoding has ``q_len`` 0.
+    contender : str
+        'ours', or the name of a baseline.
+    seconds : float
+        Median time of a call.
+    times_faster : float
+        How many times faster ours is: median over rounds of the ratio of neighbouring calls.
+    quartiles : tuple of two floats
+        Of these ratios.
+    rounds : int
+        Calls timed.
+    first_seconds : float
+        Time of the first call; if it is the first of its kind in the process, ours compiles
+        kernels or reads them from Numba's cache.
+    nbytes : int or None
+        Bytes of keys and values as this contender reads them.
+    """
+
+    stage: str
+    preset: str
+    num_kv_heads: int
+    num_heads: int
+    head_dim: int
+    seq_len: int
+    q_len: int
+    contender: str
+    seconds: float
+    times_faster: float
+    quartiles: tuple[float, float]
+    rounds: int
+    first_seconds: float
+    nbytes: int | None
+
+
+def run(
+    *,
+    presets: Sequence[str] = ("balanced",),
+    shapes: Sequence[tuple[int, int, int]] = ((8, 32, 128), (3, 9, 64)),
+    seq_lens: Sequence[int] = (4096, 16384),
+    only: Sequence[str] = ("encode", "decode", "prefill"),
+    queries: int = 512,
+    repeat: int = 15,
+    seed: int = 0,
+    threads: int | None = None,
+    png: str | None = None,
+    json: str | None = None,
+) -> dict[str, Any]:
+    """Run the benchmark: print tables, write a figure and the numbers.
+
+    Parameters
+    ----------
+    presets : sequence of str
+        Names of presets.
+    shapes : sequence of (num_kv_heads, num_heads, head_dim)
+        Shapes of a layer.
+    seq_lens : sequence of int
+        Tokens in the cache.
+    only : sequence of {'encode', 'decode', 'prefill'}
+        What to measure.
+    queries : int
+        Queries of a prefill, the last of the seq_len tokens; seq_len if there are fewer tokens.
+    repeat : int
+        Rounds; slow baselines get fewer, so that each takes about a second.
+    seed : int
+        Of queries, keys and values.
+    threads : int, optional
+        Threads of the kernels and of torch; restored afterwards.
+    png, json : str, optional
+        Files to write; both appear complete or not at all.
+
+    Returns
+    -------
+    dict
+        What the JSON file holds; ``rows`` are those of :class:`Row`.
+
+    Raises
+    ------
+    BenchError
+        If a head_dim is not supported, a file cannot be written, or NumPy would help ours with
+        more threads than the others get.
+    UnavailableError
+        If a package is missing.
+    """
+    started, load = time.perf_counter(), _load_average()
+    threads = get_num_threads() if threads is None else threads
+    try:
+        formats = {(name, shape): preset(name, shape[2]) for name in presets for shape in shapes}
+        for path in (png, json):
+            if path is not None:
+                check_writable(path)
+    except (OSError, ValueError) as error:
+        raise BenchError(str(error)) from error
+    if "prefill" in only and _blas_threads() > threads:
+        raise BenchError(
+            f"threads is {threads}, but NumPy multiplies the matrices of prefill with "
+            f"{_blas_threads()}: set the environment variable OMP_NUM_THREADS={threads}, or leave "
+            "prefill out by --only encode --only decode"
+        )
+    require("torch", *(["matplotlib"] if png else []))
+    from polarquant_nb import info
+
+    stages = [stage for stage in STAGES if stage.split()[0] in only]
+    total = len(shapes) * len(seq_lens) * len(presets) * len(stages)
+    rows: list[Row] = []
+    with _num_threads(threads), _progress(total) as advance:
+        for shape, seq_len in product(shapes, seq_lens):
+            pairs = {name: formats[name, shape] for name in presets}
+            inputs = Inputs.draw(shape, seq_len, min(queries, seq_len), seed)
+            for name, stage in product(presets, stages):
+                rows += _measure(stage, name, inputs, pairs[name], repeat)
+                advance()
+            del inputs  # before there are others
+        about = info.report()
+    result = {
+        "repeat": repeat,
+        "seed": seed,
+        "cpu_model": _cpu_model(),
+        "threads": threads,
+        "load_average": load,
+        "rows": [asdict(row) for row in rows],
+        "total_seconds": time.perf_counter() - started,
+        "info": about,
+    }
+    print(format_result(result))
+    if png is not None:
+        draw_speed(png, result)
+        print(f"Figure: {png}")
+    if json is not None:
+        numbers = jsonlib.dumps(result, indent=2, ensure_ascii=False).encode() + b"\n"
+        write_atomically(json, lambda file: file.write(numbers))
+        print(f"Numbers: {json}")
+    return result
+
+
+def alternate(
+    ours: Callable[[], Any],
+    baselines: Mapping[str, Callable[[], Any]],
+    *,
+    repeat: int,
+    budget: float,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, npt.NDArray[np.float64]]:
+    """Time every baseline right after ours, in rounds.
+
+    Parameters
+    ----------
+    ours, baselines : callables
+        What to time; called before, so that nothing is left to compile.
+    repeat : int
+        Rounds.
+    budget : float
+        Seconds for a baseline and ours beside it: it sits out the rounds that it would probably
+        need more for, but not the first three.
+    clock : callable
+        Tells the time in seconds.
+
+    Returns
+    -------
+    dict of ndarray, shape ``(rounds, 2)``
+        Of each baseline: seconds of ours, and of the baseline after it.
+    """
+    pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in baselines}
+    for _ in range(repeat):
+        for name, baseline in baselines.items():
+            done, spent = len(pairs[name]), sum(map(sum, pairs[name]))
+            if done < _FEWEST or spent / done * (done + 1) <= budget:
+                pairs[name].append((_seconds(ours, clock), _seconds(baseline, clock)))
+    return {name: np.array(seconds) for name, seconds in pairs.items()}
+
+
+def _measure(
+    stage: str, preset_name: str, inputs: Inputs, formats: FormatPair, repeat: int
+) -> list[Row]:
+    """A stage's rows, ours first."""
+    contenders = STAGES[stage](inputs, formats)
+    first = {name: _seconds(contender.call) for name, contender in contenders.items()}
+    calls = {name: contender.call for name, contender in contenders.items()}
+    pairs = alternate(calls.pop("ours"), calls, repeat=repeat, budget=_BUDGET)
+    ours = np.concatenate(list(pairs.values()))[:, :1]
+    _, kv_heads, seq_len, head_dim = inputs.k.shape
+    _, heads, queries, _ = inputs.q.shape
+    rows = []
+    for name, seconds in {"ours": np.repeat(ours, 2, 1), **pairs}.items():
+        low, middle, high = np.quantile(seconds[:, 1] / seconds[:, 0], (0.25, 0.5, 0.75)).tolist()
+        rows.append(
+            Row(
+                stage=stage,
+                preset=preset_name,
+                num_kv_heads=kv_heads,
+                num_heads=heads,
+                head_dim=head_dim,
+                seq_len=seq_len,
+                q_len={"decode": 1, "prefill": queries}.get(stage, 0),
+                contender=name,
+                seconds=float(np.median(seconds[:, 1])),
+                times_faster=middle,
+                quartiles=(low, high),
+                rounds=len(seconds),
+                first_seconds=first[name],
+                nbytes=contenders[name].nbytes,
+            )
+        )
+    return rows
+
+
+def _seconds(call: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> float:
+    start = clock()
+    call()
+    return clock() - start
+
+
+@contextmanager
+def _num_threads(n: int) -> Iterator[None]:
+    """As many threads for the kernels and for torch."""
+    import torch
+
+    before, torch_before = get_num_threads(), torch.get_num_threads()
+    set_num_threads(n)
+    torch.set_num_threads(n)
+    try:
+        yield
+    finally:
+        set_num_threads(before)
+        torch.set_num_threads(torch_before)
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[], object]]:
+    """A progress bar if tqdm is there; gives what to call after each step."""
+    try:
+        from tqdm.auto import tqdm
+    except ImportError:
+        yield lambda: None
+        return
+    with tqdm(total=total, desc="bench", unit="measurement") as bar:
+        yield bar.update
+
+
+def _blas_threads() -> int:
+    """Threads of NumPy's matrix products, which nothing in NumPy tells or sets."""
+    for name in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"):
+        value = os.environ.get(name, "")
+        if value.isdecimal() and int(value) > 0:
+            return int(value)
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _load_average() -> float | None:
+    """Processes that ran or waited for a CPU in the last minute; None where nobody counts."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+
+
+def _cpu_model() -> str:
+    """What the processor calls itself; Numba knows only its kind."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
