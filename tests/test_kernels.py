@@ -198,11 +198,15 @@ ENVIRONMENTS = {
 }
 
 
+def skip_without_avx2(name):
+    if name == "avx2" and "+avx2" not in ENVIRONMENTS["avx2"]["NUMBA_CPU_FEATURES"].split(","):
+        pytest.skip("this CPU has no AVX2")
+
+
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_codes_are_equal_on_every_instruction_set(name, tmp_path):
     """Bit for bit, rows that are not finite or overflow included."""
-    if name == "avx2" and "+avx2" not in ENVIRONMENTS["avx2"]["NUMBA_CPU_FEATURES"].split(","):
-        pytest.skip("this CPU has no AVX2")
+    skip_without_avx2(name)
     code = (
         "import code_digests as c, json\n"
         "from polarquant_nb.kernels.jit import cpu_isa\n"
@@ -213,6 +217,21 @@ def test_codes_are_equal_on_every_instruction_set(name, tmp_path):
     if name != "no JIT":
         assert isa == name
     assert found == digests()
+
+
+@pytest.mark.skipif(NOJIT, reason="compiles for other instruction sets")
+@pytest.mark.parametrize("name", ["portable", "avx2"])
+def test_attention_is_right_on_every_instruction_set(name, tmp_path):
+    """Keys of 5 bits at level 1 and 4 above: tables of more entries than a register of AVX2."""
+    skip_without_avx2(name)
+    code = (
+        "import test_attend as t\n"
+        "from polarquant_nb.kernels.jit import cpu_isa\n"
+        "t.assert_close(*t.problem(64, 1, 3, 1, 300))\n"
+        "print(cpu_isa())"
+    )
+    environment = ENVIRONMENTS[name] | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    assert run_python("-c", code, **environment).strip() == name
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -115,15 +115,14 @@ def score_tile(
             walk(level - 1, 2 * i, r * cosine)
             walk(level - 1, 2 * i + 1, r * sine)
             return
-        r, index = _fold_half_circle(L, program, r, index)
         if program.by_table:
+            r, index = _fold_half_circle(L, program, r, index)
             for q in range(program.group):
                 at = (i * program.group + q) * program.pair_entries
                 entry = L.lookup(tables, at, program.pair_bits, index)
                 scores[q] = L.fma(entry, r, scores[q])
             return
-        x = r * L.lookup(pair_cosines, 0, program.pair_bits, index)
-        y = r * L.lookup(pair_cosines, TABLE, program.pair_bits, index)
+        x, y = _pair(L, program, pair_cosines, r, index)
         for q in range(program.group):
             first = L.splat(queries, q * program.head_dim + 2 * i)
             second = L.splat(queries, q * program.head_dim + 2 * i + 1)
@@ -145,6 +144,19 @@ def _fold_half_circle(
         return r, index
     sign = index << L.u(31)
     return L.as_float(L.as_uint(r) ^ sign), index >> L.u(1)
+
+
+def _pair(
+    L: Any, program: GroupProgram, pair_cosines: Any, r: Vector, index: Vector
+) -> tuple[Vector, Vector]:
+    """The two coordinates of a pair of radius ``r``, by its level-1 code."""
+    r, index = _fold_half_circle(L, program, r, index)
+    x = r * L.lookup(pair_cosines, 0, program.pair_bits, index)
+    y = r * L.lookup(pair_cosines, TABLE, program.pair_bits, index)
+    if program.folded_twice:
+        sign = (index << L.u(31 - program.pair_bits)) & L.u(1 << 31)
+        y = L.as_float(L.as_uint(y) ^ sign)
+    return x, y
 
 
 def _code_reader(
@@ -313,9 +325,7 @@ def _accumulate_run(
                         factor = L.lookup(cosines, table + half * TABLE, bits, index)
                         walk(level - 1, child, r * factor)
                 return
-            r, index = _fold_half_circle(L, program, r, index)
-            values[2 * i] = r * L.lookup(pair_cosines, 0, program.pair_bits, index)
-            values[2 * i + 1] = r * L.lookup(pair_cosines, TABLE, program.pair_bits, index)
+            values[2 * i], values[2 * i + 1] = _pair(L, program, pair_cosines, r, index)
 
         run = first >> low
         walk(low, run, L.load(R, token + run * RADIUS_STRIDE))

@@ -169,13 +169,22 @@ class GroupProgram(Program):
     @property
     def folded(self) -> bool:
         """Whether level-1 tables cover half a circle, and bit 0 of a code is a sign."""
-        register = 4 if self.isa == "avx512" else 3
-        return not self.fitted and self.level_bits[0] > register
+        return not self.fitted and self.level_bits[0] > self._register_bits
+
+    @property
+    def folded_twice(self) -> bool:
+        """Whether they cover a quarter, and the highest bit is the sign of the sine."""
+        return self.isa == "avx2" and self.folded and self.level_bits[0] > self._register_bits + 1
+
+    @property
+    def _register_bits(self) -> int:
+        """Bits of a code whose table fits a register."""
+        return 4 if self.isa == "avx512" else 3
 
     @property
     def pair_bits(self) -> int:
         """Bits of a level-1 code that index a table."""
-        return self.level_bits[0] - self.folded
+        return self.level_bits[0] - self.folded - self.folded_twice
 
     @property
     def pair_entries(self) -> int:

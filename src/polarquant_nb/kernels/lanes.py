@@ -454,12 +454,14 @@ class RegisterLanes:
         native = {"avx512": 5, "avx2": 3}[self.isa]
         if bits > native:  # two halves, and the highest bit chooses
             half = 1 << (bits - 1)
+            low_half = self.lookup(table, index, bits - 1, code)
+            high_half = self.lookup(table, index + half, bits - 1, code)
+            if self.isa == "avx2":  # looks at the sign only
+                name, sign = "llvm.x86.avx.blendv.ps.256", self.as_float(code << self.u(32 - bits))
+                halves = low_half.value, high_half.value
+                return _Float(self, self._call(name, self.float_type, *halves, sign.value))
             high = (code & self.u(half)) >= self.u(half)
-            return self.where(
-                high,
-                self.lookup(table, index + half, bits - 1, code),
-                self.lookup(table, index, bits - 1, code),
-            )
+            return self.where(high, high_half, low_half)
         low = self.load(table, index).value
         if self.isa == "avx2":
             name = "llvm.x86.avx2.permps"
