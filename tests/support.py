@@ -132,6 +132,35 @@ def same_rows(a: PolarPages, b: PolarPages, tokens: np.ndarray | slice = np.s_[:
     return all(np.array_equal(x[..., tokens, :], y[..., tokens, :]) for x, y in (*codes, radii))
 
 
+def exact_attention(q, k, v, *, scale=None, mask=None, causal=False, softcap=None):
+    """Textbook attention in float64: q (b, h, n, d), k and v (b, kv, t, d)."""
+    groups = q.shape[1] // k.shape[1]
+    q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
+    k, v = np.repeat(k, groups, 1), np.repeat(v, groups, 1)
+    logits = q @ k.swapaxes(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap:
+        logits = softcap * np.tanh(logits / softcap)
+    if mask is not None:
+        logits = np.where(mask, logits, -np.inf) if mask.dtype == bool else logits + mask
+    if causal:
+        n, t = logits.shape[-2:]
+        logits = np.where(np.tri(n, t, t - n, dtype=bool), logits, -np.inf)
+    top = logits.max(-1, keepdims=True)
+    weights = np.exp(logits - np.where(np.isfinite(top), top, 0))
+    total = weights.sum(-1, keepdims=True)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        out = np.where(total > 0, weights @ v / total, 0)
+        return out, (np.log(total) + top)[..., 0]
+
+
+def visible_mask(lengths: np.ndarray, q_len: int) -> np.ndarray:
+    """What the last tokens of left-padded rows see: bool ``(batch, 1, q_len, seq_len)``."""
+    seq_len = int(max(lengths))
+    token = np.arange(seq_len) - (seq_len - np.asarray(lengths)[:, None, None])  # within its row
+    last = np.asarray(lengths)[:, None] - q_len + np.arange(q_len)
+    return ((token >= 0) & (token <= last[..., None]))[:, None]
+
+
 def run_python(*arguments: str | os.PathLike[str], **environment: str) -> str:
     """Standard output of another interpreter, which finds the package and the tests' modules."""
     path = [str(Path(__file__).parent), *filter(None, sys.path)]

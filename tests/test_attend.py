@@ -4,33 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from numba.core import config
+from support import NOJIT, exact_attention
 
 import polarquant_nb as pq
 
 # Shapes are small where the kernels run as plain Python.
-SCALE = 1 if config.DISABLE_JIT else 4
-
-
-def exact_attention(q, k, v, *, scale=None, mask=None, causal=False, softcap=None):
-    """Textbook attention in float64: q (b, h, n, d), k and v (b, kv, t, d)."""
-    groups = q.shape[1] // k.shape[1]
-    q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
-    k, v = np.repeat(k, groups, 1), np.repeat(v, groups, 1)
-    logits = q @ k.swapaxes(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if softcap:
-        logits = softcap * np.tanh(logits / softcap)
-    if mask is not None:
-        logits = np.where(mask, logits, -np.inf) if mask.dtype == bool else logits + mask
-    if causal:
-        n, t = logits.shape[-2:]
-        logits = np.where(np.tri(n, t, t - n, dtype=bool), logits, -np.inf)
-    top = logits.max(-1, keepdims=True)
-    weights = np.exp(logits - np.where(np.isfinite(top), top, 0))
-    total = weights.sum(-1, keepdims=True)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        out = np.where(total > 0, weights @ v / total, 0)
-        return out, (np.log(total) + top)[..., 0]
+SCALE = 1 if NOJIT else 4
 
 
 def problem(head_dim, kv_heads, groups, q_len, seq_len, preset="balanced", batch=2, seed=0):
@@ -92,6 +71,13 @@ def test_masks_broadcast(q_len, shape, kind):
     shape = tuple(q_len if n == -1 else n for n in shape)
     mask = rng.random(shape) < 0.7 if kind is bool else rng.standard_normal(shape).astype(kind)
     assert_close(q, keys, values, mask=mask)
+
+
+def test_masks_may_be_read_backwards():
+    """9 queries make two groups, the second filled up: it must not look before the mask."""
+    q, keys, values = problem(64, 1, 9, 1, 300)
+    mask = np.random.default_rng(1).standard_normal((1, 1, 1, 300)).astype(np.float32)
+    assert_close(q, keys, values, mask=mask[..., ::-1])
 
 
 @pytest.mark.parametrize("q_len", [1, 3, 90])

@@ -125,6 +125,22 @@ def test_rows_are_aligned(fmt):
             assert isinstance(word, int)
 
 
+@pytest.mark.parametrize("fmt", RANDOM_FORMATS, ids=ident)
+@pytest.mark.parametrize("first", [0, 1, 100, 127])
+def test_lanes_are_copied_whole_and_nothing_else(fmt, first):
+    layout = fmt.layout
+    rng = np.random.default_rng(first)
+    shape = 2, layout.num_words
+    source, old = (rng.integers(0, 2**32, shape, np.uint32) for _ in range(2))
+    target = old.copy()
+    layout.copy_lanes(source, target, first)
+    for read in (layout.read_codes, lambda words: layout.read_radii(words).view(np.uint16)):
+        np.testing.assert_array_equal(read(target)[:, :first], read(old)[:, :first])
+        np.testing.assert_array_equal(read(target)[:, first:], read(source)[:, first:])
+    offset = slice(layout.offset_word, layout.offset_word + layout.offset_words)
+    np.testing.assert_array_equal(target[:, offset], old[:, offset])
+
+
 def test_equal_formats_share_a_plan():
     assert PolarFormat(64, (4, 2), seed=1).layout is PolarFormat(64, [4, 2], seed=2).layout
     assert PolarFormat(64, (4, 2)).layout is not PolarFormat(64, (4, 2), "int8").layout

@@ -9,18 +9,21 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from polarquant_nb import analysis, evaluate, plot
+    from polarquant_nb import analysis, evaluate, hf, plot
     from polarquant_nb.attend import attention
     from polarquant_nb.budgets import preset, presets
+    from polarquant_nb.cache import KVCache
     from polarquant_nb.codebooks import Codebooks
     from polarquant_nb.codec import decode, encode
     from polarquant_nb.formats import FormatPair, PolarFormat
     from polarquant_nb.pages import PolarPages
     from polarquant_nb.threads import get_num_threads, set_num_threads
+    from polarquant_nb.warming import warmup
 
 __all__ = [
     "Codebooks",
     "FormatPair",
+    "KVCache",
     "PolarFormat",
     "PolarPages",
     "analysis",
@@ -29,15 +32,18 @@ __all__ = [
     "encode",
     "evaluate",
     "get_num_threads",
+    "hf",
     "plot",
     "preset",
     "presets",
     "set_num_threads",
+    "warmup",
 ]
 
 _HOME = {
     "Codebooks": "codebooks",
     "FormatPair": "formats",
+    "KVCache": "cache",
     "PolarFormat": "formats",
     "PolarPages": "pages",
     "attention": "attend",
@@ -47,6 +53,7 @@ _HOME = {
     "preset": "budgets",
     "presets": "budgets",
     "set_num_threads": "threads",
+    "warmup": "warming",
 }
 
 try:
@@ -58,7 +65,7 @@ except PackageNotFoundError:  # a source tree that is not installed
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         value = getattr(import_module(f"polarquant_nb.{_HOME[name]}"), name)
-    elif name in ("analysis", "evaluate", "plot"):
+    elif name in ("analysis", "evaluate", "hf", "plot"):
         value = import_module(f"polarquant_nb.{name}")
     else:
         raise AttributeError(f"module 'polarquant_nb' has no attribute {name!r}")

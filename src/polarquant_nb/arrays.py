@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["ArrayKind", "StridedBuffer", "new_array", "open_array", "read_float32", "write_float32"]
+__all__ = [
+    "DTYPES",
+    "ArrayKind",
+    "StridedBuffer",
+    "element_dtype",
+    "from_float32",
+    "new_array",
+    "open_array",
+    "open_elements",
+    "open_integers",
+    "strided",
+    "widen",
+]
 
-_DTYPES = ("float16", "bfloat16", "float32", "float64")
+DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 @dataclass(frozen=True)
@@ -48,7 +61,23 @@ class StridedBuffer:
 
 
 def open_array(x: Any, name: str = "x") -> StridedBuffer:
-    """Look at an array in place.
+    """Look at an array in place, as kernels take it.
+
+    Parameters
+    ----------
+    x, name
+        See :func:`open_elements`.
+
+    Returns
+    -------
+    StridedBuffer
+        A view of what :func:`open_elements` returns.
+    """
+    return strided(*open_elements(x, name))
+
+
+def open_elements(x: Any, name: str = "x") -> tuple[npt.NDArray[Any], ArrayKind]:
+    """Look at the elements of an array in place.
 
     Parameters
     ----------
@@ -59,8 +88,11 @@ def open_array(x: Any, name: str = "x") -> StridedBuffer:
 
     Returns
     -------
-    StridedBuffer
-        A view, or a copy if the array's bytes are not laid out in whole, native elements.
+    elements : ndarray
+        Float16 and bfloat16 as uint16; a view, or a copy if the array's bytes are not laid out in
+        whole, native elements.
+    kind : ArrayKind
+        What ``x`` is.
 
     Raises
     ------
@@ -80,17 +112,80 @@ def open_array(x: Any, name: str = "x") -> StridedBuffer:
             x = np.asarray(x)
         except ValueError as error:
             raise TypeError(f"{name} is a {type(x).__name__} that is no array: {error}") from error
-        dtype = x.dtype.name
+        dtype = _numpy_name(x.dtype)
         if dtype in ("float16", "bfloat16"):
             x = x.astype(x.dtype.newbyteorder("="), copy=False).view(np.uint16)
-    if dtype not in _DTYPES:
-        raise TypeError(f"{name} has dtype {dtype}; it must be one of {', '.join(_DTYPES)}")
+    if dtype not in DTYPES:
+        raise TypeError(f"{name} has dtype {dtype}; it must be one of {', '.join(DTYPES)}")
     if x.ndim < 2:
         raise ValueError(f"{name} has shape {x.shape}; it must be (..., seq_len, head_dim)")
-    item = x.itemsize
-    if not x.dtype.isnative or not x.flags.aligned or any(s % item for s in x.strides):
+    if not x.dtype.isnative or not x.flags.aligned or any(s % x.itemsize for s in x.strides):
         x = np.ascontiguousarray(x, x.dtype.newbyteorder("="))
-    return _strided(x, ArrayKind(family, dtype))
+    return x, ArrayKind(family, dtype)
+
+
+def open_integers(x: Any, name: str) -> list[int]:
+    """A short list of integers, of any integer type.
+
+    Parameters
+    ----------
+    x : ndarray, torch.Tensor or sequence of int
+        One-dimensional.
+    name : str
+        For messages.
+
+    Returns
+    -------
+    list of int
+        Its elements.
+
+    Raises
+    ------
+    TypeError
+        If ``x`` holds anything else.
+    ValueError
+        If it is not one-dimensional.
+    """
+    array = np.asarray(x.detach().cpu().numpy() if hasattr(x, "detach") else x)
+    if array.size == 0:
+        array = array.astype(np.int64)  # an empty list has no dtype of its own
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{name} has dtype {array.dtype}; it must hold integers")
+    if array.ndim != 1:
+        raise ValueError(f"{name} has shape {array.shape}; it must be one-dimensional")
+    integers: list[int] = array.tolist()
+    return integers
+
+
+def strided(x: npt.NDArray[Any], kind: ArrayKind) -> StridedBuffer:
+    """Elements as kernels take them.
+
+    Parameters
+    ----------
+    x : ndarray, shape ``(..., seq_len, head_dim)``
+        From :func:`open_elements`, or a part of it.
+    kind : ArrayKind
+        What they are.
+
+    Returns
+    -------
+    StridedBuffer
+        A view.
+    """
+    strides = [s // x.itemsize if n > 1 else 0 for s, n in zip(x.strides, x.shape, strict=True)]
+    if x.size == 0:
+        flat, lowest = np.empty(0, x.dtype), 0
+    else:
+        reach = [(n - 1) * s for s, n in zip(strides, x.shape, strict=True)]
+        lowest = sum(r for r in reach if r < 0)
+        corner = x[tuple(slice(-1, None) if r < 0 else slice(0, 1) for r in reach)]
+        span = sum(abs(r) for r in reach) + 1
+        flat = np.lib.stride_tricks.as_strided(corner, (span,), (x.itemsize,), writeable=False)
+    bases = np.array([-lowest], np.int64)
+    for n, s in zip(x.shape[:-2], strides[:-2], strict=True):
+        bases = (bases[:, None] + np.arange(n) * s).ravel()
+    # a single coordinate or token has no stride of its own
+    return StridedBuffer(flat, bases, (strides[-2], strides[-1]), x.shape, kind)
 
 
 def new_array(shape: tuple[int, ...], kind: ArrayKind) -> tuple[Any, npt.NDArray[Any]]:
@@ -113,85 +208,95 @@ def new_array(shape: tuple[int, ...], kind: ArrayKind) -> tuple[Any, npt.NDArray
     if kind.family == "torch":
         import torch
 
-        tensor = torch.empty(shape, dtype=getattr(torch, kind.dtype))
+        tensor = torch.empty(shape, dtype=getattr(torch, kind.dtype), device="cpu")
         return tensor, _from_torch(torch, tensor, "out")[0].reshape(-1)
     array = np.empty(shape, np.dtype(kind.dtype))
     return array, (array.view(np.uint16) if array.itemsize == 2 else array).reshape(-1)
 
 
-def read_float32(buffer: StridedBuffer) -> npt.NDArray[np.float32]:
-    """A float32 copy of an array, of its shape; for arrays that are small.
+def element_dtype(kind: ArrayKind) -> np.dtype[Any]:
+    """What elements of a kind are to NumPy.
 
     Parameters
     ----------
-    buffer : StridedBuffer
-        From :func:`open_array`.
+    kind : ArrayKind
+        Family and dtype.
 
     Returns
     -------
-    ndarray of float32, of ``buffer.shape``
-        Values beyond float32 become inf.
+    dtype
+        uint16 for float16 and bfloat16.
     """
-    seq_len, head_dim = buffer.shape[-2:]
-    rows = buffer.bases[:, None, None] + buffer.strides[0] * np.arange(seq_len)[:, None]
-    x = buffer.flat[rows + buffer.strides[1] * np.arange(head_dim)]
-    if buffer.kind.dtype == "bfloat16":
-        x = (x.astype(np.uint32) << 16).view(np.float32)
-    elif buffer.kind.dtype == "float16":
-        x = x.view(np.float16)
-    with np.errstate(over="ignore"):
-        return x.astype(np.float32).reshape(buffer.shape)
+    return np.dtype(np.uint16 if kind.dtype in ("float16", "bfloat16") else kind.dtype)
 
 
-def write_float32(flat: npt.NDArray[Any], kind: ArrayKind, x: npt.NDArray[np.float32]) -> None:
-    """Store float32 numbers as another kind, to nearest, ties to even.
+def widen(elements: npt.NDArray[Any], kind: ArrayKind) -> npt.NDArray[np.float32]:
+    """Elements as float32.
 
     Parameters
     ----------
-    flat : ndarray, 1-d
-        From :func:`new_array`.
+    elements : ndarray
+        From :func:`open_elements`.
     kind : ArrayKind
-        What ``flat`` holds.
-    x : ndarray of float32, 1-d
-        As many numbers.
+        What they are.
+
+    Returns
+    -------
+    ndarray of float32, of the same shape
+        The array itself if it is float32, else a copy; values beyond float32 become inf.
     """
+    if kind.dtype == "float32":
+        return elements
     if kind.dtype == "bfloat16":
-        bits = x.view(np.uint32)
-        rounded = (bits + ((bits >> 16) & 1) + np.uint32(0x7FFF)) >> 16
-        flat[:] = np.where(np.isnan(x), 0x7FC0, rounded)
-    elif kind.dtype == "float16":
-        with np.errstate(over="ignore"):
-            flat[:] = x.astype(np.float16).view(np.uint16)
-    else:
-        flat[:] = x
+        return (elements.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    if kind.dtype == "float16":
+        return elements.view(np.float16).astype(np.float32)
+    with np.errstate(over="ignore"):
+        return elements.astype(np.float32)
+
+
+def from_float32(x: npt.NDArray[np.float32], kind: ArrayKind) -> Any:
+    """An array of a kind with the numbers of another, rounded to nearest, ties to even.
+
+    Parameters
+    ----------
+    x : ndarray of float32
+        Numbers.
+    kind : ArrayKind
+        What to make of them.
+
+    Returns
+    -------
+    ndarray or torch.Tensor, of the same shape
+        In the same memory, if that is float32 already.
+    """
+    if kind.family == "torch":
+        import torch
+
+        return torch.from_numpy(x).to(getattr(torch, kind.dtype))
+    with np.errstate(over="ignore"):
+        return x.astype(kind.dtype, copy=False)
+
+
+@cache
+def _numpy_name(dtype: np.dtype[Any]) -> str:
+    return dtype.name
+
+
+@cache
+def _torch_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _from_torch(torch: Any, x: Any, name: str) -> tuple[npt.NDArray[Any], str]:
-    dtype = str(x.dtype).removeprefix("torch.")
-    if x.device.type != "cpu":
+    dtype = _torch_name(x.dtype)
+    if not x.is_cpu:
         raise TypeError(f"{name} is on device {x.device}; only CPU tensors are supported so far")
     if x.layout != torch.strided:
         raise TypeError(f"{name} has layout {x.layout}; it must be a dense (strided) tensor")
-    if dtype not in _DTYPES:
-        raise TypeError(f"{name} has dtype {dtype}; it must be one of {', '.join(_DTYPES)}")
+    if dtype not in DTYPES:
+        raise TypeError(f"{name} has dtype {dtype}; it must be one of {', '.join(DTYPES)}")
     x = x.detach().resolve_neg()
     if dtype in ("float16", "bfloat16"):
         return x.view(torch.int16).numpy().view(np.uint16), dtype
     return x.numpy(), dtype
-
-
-def _strided(x: npt.NDArray[Any], kind: ArrayKind) -> StridedBuffer:
-    strides = [s // x.itemsize if n > 1 else 0 for s, n in zip(x.strides, x.shape, strict=True)]
-    if x.size == 0:
-        flat, lowest = np.empty(0, x.dtype), 0
-    else:
-        reach = [(n - 1) * s for s, n in zip(strides, x.shape, strict=True)]
-        lowest = sum(r for r in reach if r < 0)
-        corner = x[tuple(slice(-1, None) if r < 0 else slice(0, 1) for r in reach)]
-        span = sum(abs(r) for r in reach) + 1
-        flat = np.lib.stride_tricks.as_strided(corner, (span,), (x.itemsize,), writeable=False)
-    bases = np.array([-lowest], np.int64)
-    for n, s in zip(x.shape[:-2], strides[:-2], strict=True):
-        bases = (bases[:, None] + np.arange(n) * s).ravel()
-    # a single coordinate or token has no stride of its own
-    return StridedBuffer(flat, bases, (strides[-2], strides[-1]), x.shape, kind)

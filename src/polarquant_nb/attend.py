@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from math import isfinite
 from typing import Any
 
 import numpy as np
 
-from polarquant_nb.arrays import (
-    ArrayKind,
-    new_array,
-    open_array,
-    read_float32,
-    write_float32,
-)
-from polarquant_nb.packed_attention import Bias, Problem, attend_packed
+from polarquant_nb.packed_attention import Problem, attend_packed
 from polarquant_nb.pages import PolarPages
+from polarquant_nb.queries import bias_of, open_logits, open_mask, open_queries, result
+from polarquant_nb.tracing import traced_by
 
 __all__ = ["attention"]
 
 
+@traced_by("traced_attention")
 def attention(
     q: Any,
     k_pages: PolarPages,
@@ -75,24 +70,34 @@ def attention(
     ----------
     Han et al., "PolarQuant", arXiv 2502.02617, section 4; the split over tokens is flash decoding.
     """
-    problem, shape, kind = _check(q, k_pages, v_pages, scale, mask, is_causal, softcap)
+    _check_pages(k_pages, v_pages)
+    queries = open_queries(q, k_pages.shape, "k_pages")
+    logits = open_logits(scale, softcap, k_pages.format.head_dim)
+    batch, kv_heads, group, q_len, head_dim = queries.x.shape
+    seq_len = k_pages.seq_len
+    if is_causal and q_len > seq_len:
+        raise ValueError(
+            f"q_len is {q_len} and seq_len {seq_len}; is_causal needs q_len <= seq_len"
+        )
+    bias = None
+    if mask is not None:
+        numbers = open_mask(mask, (*queries.shape, seq_len))
+        bias = bias_of(numbers, queries, seq_len, np.zeros(batch, np.int64))
+    last = np.arange(q_len) + seq_len - q_len + 1 if is_causal else np.full(q_len, seq_len)
+    problem = Problem(
+        queries=queries.x.reshape(batch * kv_heads, group * q_len, head_dim),
+        keys=k_pages.rows,
+        values=v_pages.rows,
+        scale=logits.scale,
+        softcap=logits.softcap,
+        bias=bias,
+        visible=np.tile(last, (batch * kv_heads, group)),
+    )
     out, lse = attend_packed(problem)
-    result, target = new_array((*shape, v_pages.format.head_dim), kind)
-    write_float32(target, kind, np.ascontiguousarray(out).reshape(-1))
-    if not return_lse:
-        return result
-    lse_array, lse_target = new_array(shape, ArrayKind(kind.family, "float32"))
-    lse_target[:] = lse.reshape(-1)
-    return result, lse_array
+    return result(queries, out, lse if return_lse else None)
 
 
-# ---- arguments -----------------------------------------------------------------------------------
-
-
-def _check(
-    q: Any, keys: Any, values: Any, scale: float | None, mask: Any, is_causal: bool,
-    softcap: float | None,
-) -> tuple[Problem, tuple[int, int, int], ArrayKind]:  # fmt: skip
+def _check_pages(keys: Any, values: Any) -> None:
     for name, pages in (("k_pages", keys), ("v_pages", values)):
         if not isinstance(pages, PolarPages):
             raise TypeError(f"{name} is a {type(pages).__name__}; it must be a PolarPages")
@@ -106,60 +111,3 @@ def _check(
             f"k_pages has shape {keys.shape} and v_pages {values.shape}; batch, num_kv_heads and "
             "seq_len must agree"
         )
-    source = open_array(q, "q")
-    batch, kv_heads, seq_len, head_dim = keys.shape
-    if len(source.shape) != 4 or source.shape[0] != batch or source.shape[3] != head_dim:
-        raise ValueError(
-            f"q has shape {source.shape}; it must be (batch, num_heads, q_len, head_dim) with "
-            f"batch {batch} and head_dim {head_dim}, as k_pages has shape {keys.shape}"
-        )
-    _, heads, q_len, _ = source.shape
-    if kv_heads == 0 or heads % kv_heads:
-        raise ValueError(
-            f"q has {heads} heads; they must be a multiple of num_kv_heads = {kv_heads}"
-        )
-    for name, value in (("scale", scale), ("softcap", softcap)):
-        if value is not None and not (isfinite(value) and value > 0):
-            raise ValueError(f"{name} is {value}; it must be a finite positive number")
-    if is_causal and q_len > seq_len:
-        raise ValueError(
-            f"q_len is {q_len} and seq_len {seq_len}; is_causal needs q_len <= seq_len"
-        )
-
-    rows, n = batch * kv_heads, heads // kv_heads * q_len
-    bias = None if mask is None else _bias(mask, (batch, heads, q_len, seq_len), kv_heads)
-    last = np.arange(q_len) + seq_len - q_len + 1 if is_causal else np.full(q_len, seq_len)
-    visible = np.broadcast_to(last, (rows, heads // kv_heads, q_len)).reshape(rows, n)
-    problem = Problem(
-        queries=read_float32(source).reshape(rows, n, head_dim),
-        keys=keys.rows,
-        values=values.rows,
-        scale=head_dim**-0.5 if scale is None else float(scale),
-        softcap=float(softcap or 0),
-        bias=bias,
-        visible=visible,
-    )
-    return problem, (batch, heads, q_len), source.kind
-
-
-def _bias(mask: Any, shape: tuple[int, int, int, int], kv_heads: int) -> Bias:
-    """The mask as numbers to add, without copying what is broadcast."""
-    if hasattr(mask, "detach"):
-        mask = mask.detach().cpu()
-        mask = (mask.float() if mask.is_floating_point() else mask).numpy()
-    mask = np.asarray(mask)
-    if mask.dtype == bool:
-        mask = np.where(mask, np.float32(0), np.float32(-np.inf))
-    elif mask.dtype.kind != "f":
-        raise TypeError(f"mask has dtype {mask.dtype}; it must be bool or a float type")
-    try:
-        mask = np.broadcast_to(mask.astype(np.float32, copy=False), shape)
-    except ValueError:
-        raise ValueError(
-            f"mask has shape {mask.shape}; it must be broadcastable to (batch, num_heads, q_len, "
-            f"seq_len) = {shape}"
-        ) from None
-    memory = open_array(mask, "mask")
-    batch, _, q_len, _ = shape
-    base = memory.bases[:, None] + memory.strides[0] * np.arange(q_len)
-    return Bias(memory.flat, base.reshape(batch * kv_heads, -1), memory.strides[1])

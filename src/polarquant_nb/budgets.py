@@ -14,7 +14,7 @@ from itertools import product
 from polarquant_nb.densities import relative_error
 from polarquant_nb.formats import FormatPair, PolarFormat, full_depth
 
-__all__ = ["DEFAULT_PRESET", "preset", "presets"]
+__all__ = ["DEFAULT_PRESET", "format_pair", "preset", "presets"]
 
 DEFAULT_PRESET = "balanced"
 
@@ -77,8 +77,7 @@ def preset(
     >>> pair.keys.level_bits, pair.values.level_bits
     ((5, 4, 4, 4, 4, 4, 4), (4, 2, 2, 2, 2, 2, 2))
     """
-    if name not in presets():
-        raise ValueError(f"preset is {name!r}; it must be one of {', '.join(presets())}")
+    _check_name(name)
     value_head_dim = head_dim if value_head_dim is None else value_head_dim
     for width in (head_dim, value_head_dim):
         PolarFormat(width, (1,))  # raises if it is not supported
@@ -89,6 +88,67 @@ def preset(
         PolarFormat(head_dim, _level_bits(name, head_dim)[0], offset="int8"),
         PolarFormat(value_head_dim, _level_bits(name, value_head_dim)[1]),
     )
+
+
+def format_pair(
+    key_format: str | FormatPair | PolarFormat,
+    value_format: PolarFormat | None = None,
+    *,
+    head_dim: int | None = None,
+    value_head_dim: int | None = None,
+) -> FormatPair:
+    """The pair that formats are given as: a preset's name, a pair, or one or two formats.
+
+    Parameters
+    ----------
+    key_format : str, FormatPair or PolarFormat
+        The name of a preset, with ``head_dim``; a pair; or the format of keys.
+    value_format : PolarFormat, optional
+        The format of values, where ``key_format`` is a PolarFormat; by default the same.
+    head_dim, value_head_dim : int, optional
+        See :func:`preset`; for names only.
+
+    Returns
+    -------
+    FormatPair
+        Key and value format.
+
+    Raises
+    ------
+    TypeError
+        If they are given in any other way.
+    ValueError
+        If a preset is unknown or a head_dim is not supported.
+    """
+    if isinstance(key_format, str):
+        _check_name(key_format)
+        if head_dim is None:
+            raise TypeError(f"key_format is {key_format!r}, a preset, which needs head_dim too")
+        if value_format is not None:
+            raise TypeError(f"value_format is {value_format!r}; a preset has one already")
+        return preset(key_format, head_dim, value_head_dim=value_head_dim)
+    if head_dim is not None or value_head_dim is not None:
+        raise TypeError(
+            f"head_dim is {head_dim} and value_head_dim {value_head_dim}; they go with the name of "
+            "a preset, while formats have their own"
+        )
+    if isinstance(key_format, FormatPair):
+        if value_format is not None:
+            raise TypeError(f"value_format is {value_format!r}; a FormatPair has one already")
+        return key_format
+    value_format = key_format if value_format is None else value_format
+    for name, fmt in (("key_format", key_format), ("value_format", value_format)):
+        if not isinstance(fmt, PolarFormat):
+            raise TypeError(
+                f"{name} is {fmt!r}; formats are given as two PolarFormat, a FormatPair, or the "
+                f"name of a preset: {', '.join(presets())}"
+            )
+    return FormatPair(key_format, value_format)
+
+
+def _check_name(name: str) -> None:
+    if name not in presets():
+        raise ValueError(f"preset is {name!r}; it must be one of {', '.join(presets())}")
 
 
 @cache

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
 
-from polarquant_nb.arrays import ArrayKind, StridedBuffer, new_array, open_array, read_float32
+from polarquant_nb.arrays import (
+    ArrayKind,
+    StridedBuffer,
+    new_array,
+    open_elements,
+    strided,
+    widen,
+)
 from polarquant_nb.codebooks import Codebooks
 from polarquant_nb.formats import FormatPair, PolarFormat
 from polarquant_nb.kernels import cpu
@@ -19,7 +25,9 @@ from polarquant_nb.layout import PAGE
 from polarquant_nb.pages import PolarPages
 from polarquant_nb.rotations import rotation_for
 from polarquant_nb.rows import PackedRows
+from polarquant_nb.storable import nonfinite_message, too_long_message
 from polarquant_nb.threads import run_ranges
+from polarquant_nb.tracing import untraced
 
 __all__ = ["decode", "decode_rows", "encode", "encode_into", "kernel_shape", "prepared"]
 
@@ -28,6 +36,7 @@ _PAGES_PER_THREAD = 4  # a page takes some 10 µs, a thread some 50 to start
 Shape = tuple[int, int, int, int, int, int, int]
 
 
+@untraced
 def encode(
     x: Any,
     fmt: PolarFormat,
@@ -85,11 +94,11 @@ def encode(
     _check_format(fmt)
     if nan not in ("raise", "propagate"):
         raise ValueError(f"nan is {nan!r}; it must be 'raise' or 'propagate'")
-    source = open_array(x)
-    *leading, seq_len, head_dim = source.shape
+    elements, kind = open_elements(x)
+    *leading, seq_len, head_dim = elements.shape
     if head_dim != fmt.head_dim:
         raise ValueError(
-            f"x has shape {source.shape}; its last axis must be fmt.head_dim = {fmt.head_dim}"
+            f"x has shape {elements.shape}; its last axis must be fmt.head_dim = {fmt.head_dim}"
         )
     if codebooks is None:
         codebooks = Codebooks.analytic(fmt)
@@ -104,13 +113,15 @@ def encode(
     num_pages, page_words = -(-seq_len // PAGE), fmt.layout.num_words
     words = np.empty((*leading, num_pages, page_words), np.uint32)
     starts = np.arange(words.size // page_words) * page_words
-    nonfinite, saturated = encode_into(source, fmt, codebooks, words.reshape(-1), starts)
+    nonfinite, saturated = encode_into(
+        strided(elements, kind), fmt, codebooks, words.reshape(-1), starts
+    )
     if nan == "raise" and nonfinite:
-        raise ValueError(_describe_nonfinite(source))
+        raise ValueError(_describe_nonfinite(elements, kind))
     if nan == "raise" and saturated:
-        raise ValueError(_describe_saturated(source, words, fmt))
+        raise ValueError(_describe_saturated(elements, kind, words, fmt))
     return PolarPages(
-        fmt, words, seq_len, codebooks, source.kind,
+        fmt, words, seq_len, codebooks, kind,
         num_nonfinite=nonfinite, num_saturated=saturated,
     )  # fmt: skip
 
@@ -165,6 +176,7 @@ def encode_into(
     return nonfinite, saturated
 
 
+@untraced
 def decode(pages: PolarPages, start: int = 0, stop: int | None = None, *, dtype: Any = None) -> Any:
     """Reconstruct vectors from their codes.
 
@@ -329,51 +341,25 @@ def _numpy_has_bfloat16() -> bool:
     return True
 
 
-def _describe_nonfinite(source: StridedBuffer) -> str:
+def _describe_nonfinite(x: npt.NDArray[Any], kind: ArrayKind) -> str:
     """Where the first number is that is not finite; the slow path of an error."""
-    *leading, seq_len, head_dim = source.shape
-    for row, base in enumerate(source.bases):
-        for token in range(seq_len):
-            x = _row(source, int(base) + token * source.strides[0], head_dim)
-            for i in np.flatnonzero(~np.isfinite(x)):
-                index = (*_leading_index(row, leading), token, int(i))
-                value, reason = x[i], ""
-                if source.kind.dtype == "float64":
-                    value = source.flat[base + token * source.strides[0] + i * source.strides[1]]
-                    reason = ", beyond float32" if np.isfinite(value) else ""
-                return f"x is {value} at index {index}{reason}; {_PROPAGATE} rows as NaN and go on"
+    for leading in np.ndindex(x.shape[:-2]):
+        for token in np.flatnonzero(~np.isfinite(widen(x[leading], kind)).all(-1)):
+            index = (*leading, int(token))
+            return nonfinite_message(x[index], kind, "x", index) or ""
     raise AssertionError("a kernel reported a row that is not finite")
 
 
 def _describe_saturated(
-    source: StridedBuffer, words: npt.NDArray[np.uint32], fmt: PolarFormat
+    x: npt.NDArray[Any], kind: ArrayKind, words: npt.NDArray[np.uint32], fmt: PolarFormat
 ) -> str:
     """Which row has a radius beyond float16; of several the longest: it may have moved a mean."""
-    *leading, num_pages, num_words = words.shape
-    *_, seq_len, head_dim = source.shape
-    radii = fmt.layout.read_radii(words.reshape(-1, num_pages, num_words))
-    radii = radii.reshape(len(radii), -1, fmt.num_blocks)[:, :seq_len].max(-1)
-    saturated = np.argwhere(radii == np.finfo(np.float16).max)
+    radii = fmt.layout.read_radii(words)
+    radii = radii.reshape(*x.shape[:-2], -1, fmt.num_blocks)[..., : x.shape[-2], :].max(-1)
+    saturated = [tuple(at) for at in np.argwhere(radii == np.finfo(np.float16).max).tolist()]
 
-    def norm(row: int, token: int) -> float:
-        x = _row(source, int(source.bases[row]) + token * source.strides[0], head_dim)
-        return float(np.linalg.norm(x.astype(np.float64)))
+    def norm(index: tuple[int, ...]) -> float:
+        return float(np.linalg.norm(widen(x[index], kind).astype(np.float64)))
 
-    row, token = max(saturated.tolist(), key=lambda where: norm(*where))
-    return (
-        f"x at index {(*_leading_index(row, leading), token)} has norm {norm(row, token):.4g}; "
-        "radii beyond 65504, the largest float16, cannot be stored: scale x down, or "
-        f"{_PROPAGATE} radii as 65504 and go on"
-    )
-
-
-_PROPAGATE = "pass nan='propagate' to store such"
-
-
-def _leading_index(row: int, leading: list[int]) -> tuple[int, ...]:
-    return tuple(int(i) for i in np.unravel_index(row, leading)) if leading else ()
-
-
-def _row(source: StridedBuffer, start: int, head_dim: int) -> npt.NDArray[np.float32]:
-    """One row as float32, the way kernels see it."""
-    return read_float32(replace(source, bases=np.array([start]), shape=(1, head_dim)))[0]
+    longest = max(saturated, key=norm)
+    return too_long_message(x[longest], kind, "x", longest)

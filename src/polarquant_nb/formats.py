@@ -10,7 +10,7 @@ from typing import Literal
 from polarquant_nb.densities import MAX_BITS, relative_error
 from polarquant_nb.layout import PAGE, PageLayout, plan_page
 
-__all__ = ["MAX_HEAD_DIM", "FormatPair", "PolarFormat", "full_depth"]
+__all__ = ["MAX_HEAD_DIM", "FormatPair", "PolarFormat", "full_depth", "integer"]
 
 MAX_HEAD_DIM = 576
 
@@ -64,7 +64,7 @@ class PolarFormat:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        head_dim = _integer("head_dim", self.head_dim)
+        head_dim = integer("head_dim", self.head_dim)
         if not (16 <= head_dim <= MAX_HEAD_DIM and head_dim % 16 == 0):
             raise ValueError(
                 f"head_dim is {head_dim}; it must be a multiple of 16 from 16 to {MAX_HEAD_DIM}"
@@ -74,7 +74,7 @@ class PolarFormat:
                 f"level_bits is {self.level_bits!r}; it must be a sequence of ints, such as "
                 "(4, 2, 2, 2)"
             )
-        bits = tuple(_integer("level_bits", b) for b in self.level_bits)
+        bits = tuple(integer("level_bits", b) for b in self.level_bits)
         if not bits or not all(1 <= b <= MAX_BITS for b in bits):
             raise ValueError(
                 f"level_bits is {bits}; it must hold at least one level, each 1 to {MAX_BITS} bits"
@@ -91,7 +91,7 @@ class PolarFormat:
             raise ValueError(
                 f"rotation is {self.rotation!r}; it must be 'hadamard', 'haar' or 'none'"
             )
-        seed = _integer("seed", self.seed)
+        seed = integer("seed", self.seed)
         if not 0 <= seed < 2**63:
             raise ValueError(f"seed is {seed}; it must be in 0..2**63 - 1")
         for name, value in (("head_dim", head_dim), ("level_bits", bits), ("seed", seed)):
@@ -171,7 +171,26 @@ def full_depth(head_dim: int, first: int, rest: int) -> tuple[int, ...]:
     return (first,) + (rest,) * ((head_dim & -head_dim).bit_length() - 2)
 
 
-def _integer(name: str, value: object) -> int:
+def integer(name: str, value: object) -> int:
+    """An argument that must be an int, of any integer type.
+
+    Parameters
+    ----------
+    name : str
+        For the message.
+    value : object
+        The argument.
+
+    Returns
+    -------
+    int
+        Its value.
+
+    Raises
+    ------
+    TypeError
+        If it is no int.
+    """
     try:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:

@@ -133,6 +133,25 @@ class PageLayout:
         rows = [self._row_lanes(words, word, 16) for word in self.radius_words]
         return np.stack(rows, -1).astype(np.uint16).view(np.float16)
 
+    def copy_lanes(
+        self, source: npt.NDArray[np.uint32], target: npt.NDArray[np.uint32], first: int
+    ) -> None:
+        """Copy the codes and radii of lanes ``first .. 127`` between pages; offsets stay.
+
+        Parameters
+        ----------
+        source, target : ndarray of uint32, shape ``(..., num_words)``
+            Packed pages, of which ``target`` is written to.
+        first : int
+            First lane, 0 to 127.
+        """
+        radius_rows = [Row(word, 16) for word in self.radius_words]
+        for row in (*self.code_rows, *radius_rows):
+            lanes = self._row_lanes(target, row.word, row.width)
+            lanes[..., first:] = self._row_lanes(source, row.word, row.width)[..., first:]
+            packed = lanes.astype(f"<u{row.width // 8}").view("<u4")
+            target[..., row.word : row.word + packed.shape[-1]] = packed
+
     def _row_lanes(
         self, words: npt.NDArray[np.uint32], word: int, width: int
     ) -> npt.NDArray[np.uint32]:

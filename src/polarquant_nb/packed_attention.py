@@ -128,7 +128,8 @@ class _Side:
         name = kernel.__name__
         if name not in self.bound:
             self.bound[name] = bound(kernel, *arguments)
-        self.bound[name](*arguments)
+        with np.errstate(all="ignore"):  # without the JIT, kernels are NumPy, and would warn
+            self.bound[name](*arguments)
 
 
 def _side(rows: PackedRows, group: int, *, back: bool) -> _Side:
@@ -153,7 +154,8 @@ def _fused(problem: Problem) -> tuple[FloatArray, FloatArray]:
     if groups * group > n:
         extra = ((0, 0), (0, groups * group - n))
         queries = np.pad(queries, (*extra, (0, 0)))
-        visible, base = np.pad(visible, extra), np.pad(base, extra)
+        # the queries that fill the group up see nothing, but their bias is read
+        visible, base = np.pad(visible, extra), np.pad(base, extra, mode="edge")
     k, v = _side(keys, group, back=False), _side(values, group, back=True)
 
     shape = group, groups, *_split(keys.num_pages, rows * groups, group)
@@ -269,11 +271,12 @@ def _weigh_block(
     factors = np.empty(n, np.float32)
 
     def weigh(first: int, last: int) -> None:
-        attention_cpu.weigh_scores(
-            lanes_program, lanes_program.lanes, block.reshape(-1), stride, start, tokens,
-            problem.softcap, bias.flat, bias.base[where], bias.stride, problem.visible[where],
-            start == 0, top[where], totals[where], factors, first, last,
-        )  # fmt: skip
+        with np.errstate(all="ignore"):
+            attention_cpu.weigh_scores(
+                lanes_program, lanes_program.lanes, block.reshape(-1), stride, start, tokens,
+                problem.softcap, bias.flat, bias.base[where], bias.stride, problem.visible[where],
+                start == 0, top[where], totals[where], factors, first, last,
+            )  # fmt: skip
 
     run_ranges(weigh, n, 16)
     return block[:, :tokens], factors

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -13,9 +14,18 @@ import numpy.typing as npt
 
 from polarquant_nb.arrays import ArrayKind
 from polarquant_nb.codebooks import Codebooks
+from polarquant_nb.files import (
+    format_record,
+    read_file,
+    read_format,
+    read_kind,
+    reading,
+    write_file,
+)
 from polarquant_nb.formats import PolarFormat
 from polarquant_nb.layout import PAGE
 from polarquant_nb.rows import PackedRows
+from polarquant_nb.tracing import Token
 
 __all__ = ["PolarPages"]
 
@@ -52,6 +62,13 @@ class PolarPages:
     kind: ArrayKind
     num_nonfinite: int = 0
     num_saturated: int = 0
+    _token: Token = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_token", Token(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:  # copies and pickles: with a token of their own
+        return PolarPages, tuple(getattr(self, f.name) for f in fields(self) if f.init)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -102,6 +119,70 @@ class PolarPages:
         from polarquant_nb.codec import decode
 
         return decode(self, start, stop, dtype=dtype)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write to a file.
+
+        Parameters
+        ----------
+        path : path-like
+            File to write, in the format of safetensors; one that is there is replaced, and left as
+            it is if writing fails.
+
+        Raises
+        ------
+        ImportError
+            If safetensors is missing.
+        """
+        header = {
+            "format": format_record(self.format, self.codebooks),
+            "seq_len": self.seq_len,
+            "kind": vars(self.kind),
+            "num_nonfinite": self.num_nonfinite,
+            "num_saturated": self.num_saturated,
+        }
+        write_file(path, "pages", header, {"words": np.ascontiguousarray(self.words)})
+
+    @staticmethod
+    def load(path: str | os.PathLike[str], fmt: PolarFormat | None = None) -> PolarPages:
+        """Read what :meth:`save` wrote.
+
+        Parameters
+        ----------
+        path : path-like
+            File to read.
+        fmt : PolarFormat, optional
+            The format that the file must have.
+
+        Returns
+        -------
+        PolarPages
+            Equal to the saved ones.
+
+        Raises
+        ------
+        ImportError
+            If safetensors is missing.
+        ValueError
+            If the file is damaged, of another kind or version, of another format than ``fmt``, or
+            this package would make other codes of its format.
+        """
+        with reading(path, "pages"):
+            header, tensors = read_file(path, "pages")
+            found, codebooks = read_format(header["format"])
+            if fmt not in (None, found):
+                raise ValueError(f"it has {found}, not {fmt}")
+            words, seq_len = tensors["words"], header["seq_len"]
+            last_axes = -(-seq_len // PAGE), found.layout.num_words
+            if words.dtype != np.uint32 or words.shape[-2:] != last_axes:
+                raise ValueError(
+                    f"words is {words.dtype} of shape {words.shape}; it should be uint32 of shape "
+                    f"(..., {last_axes[0]}, {last_axes[1]})"
+                )
+            return PolarPages(
+                found, words.copy(), seq_len, codebooks, read_kind(header["kind"]),
+                header["num_nonfinite"], header["num_saturated"],
+            )  # fmt: skip
 
     @staticmethod
     def concatenate(parts: Sequence[PolarPages]) -> PolarPages:

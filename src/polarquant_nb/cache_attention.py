@@ -1,0 +1,103 @@
+"""Attention over the tokens of a cache: its exact ones and its pages, merged."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from polarquant_nb.arrays import widen
+from polarquant_nb.cache_state import CacheState, runs
+from polarquant_nb.exact_attention import attend_exact, merge
+from polarquant_nb.packed_attention import Problem, attend_packed
+from polarquant_nb.queries import Logits, Queries, bias_of
+
+__all__ = ["attend"]
+
+FloatArray = npt.NDArray[np.float32]
+
+
+def attend(
+    state: CacheState, queries: Queries, logits: Logits, mask: FloatArray | None
+) -> tuple[FloatArray, FloatArray]:
+    """Causal attention of the last tokens of each row; arguments are not checked.
+
+    Parameters
+    ----------
+    state : CacheState
+        Keys and values.
+    queries : Queries
+        At most as many as the longest row has tokens.
+    logits : Logits
+        Scale and softcap.
+    mask : ndarray of float32, optional
+        See :func:`polarquant_nb.queries.open_mask`; the last column is each row's last token.
+
+    Returns
+    -------
+    out : ndarray of float32, shape ``(batch, num_kv_heads, group, q_len, value_head_dim)``
+        Zeros for a query that sees nothing.
+    lse : ndarray of float32, shape ``(batch, num_kv_heads, group, q_len)``
+        −inf for a query that sees nothing.
+    """
+    with np.errstate(all="ignore"):
+        exact = _attend_exact(state, queries, logits, mask)
+        if not any(state.packed):
+            return exact
+        return merge(_attend_packed(state, queries, logits, mask), exact)
+
+
+def _attend_exact(
+    state: CacheState, queries: Queries, logits: Logits, mask: FloatArray | None
+) -> tuple[FloatArray, FloatArray]:
+    """Over sinks and recent tokens: rows of equal lengths together."""
+    keys, values, kind = state.keys.exact, state.values.exact, state.kind
+    q_len, seq_len = queries.x.shape[3], state.seq_len
+    out = np.empty((*queries.x.shape[:-1], values.shape[-1]), np.float32)
+    lse = np.empty(queries.x.shape[:-1], np.float32)
+    for rows, (exact, packed) in runs(state.exact, state.packed):
+        length = exact + packed
+        positions = np.arange(exact)
+        positions[state.settings.sink :] += packed
+        attend_exact(
+            queries.x[rows],
+            widen(keys[rows, :, :exact], kind),
+            widen(values[rows, :, :exact], kind),
+            logits,
+            None if mask is None else _columns(mask, rows, positions + seq_len - length, seq_len),
+            positions,
+            np.arange(q_len) + (length - q_len + 1) if q_len > 1 else None,
+            out[rows],
+            lse[rows],
+        )
+    return out, lse
+
+
+def _columns(
+    mask: FloatArray, rows: slice, columns: npt.NDArray[np.int64], seq_len: int
+) -> FloatArray:
+    mask = np.broadcast_to(mask, (*mask.shape[:3], seq_len))
+    return (mask[rows] if len(mask) > 1 else mask)[..., columns]
+
+
+def _attend_packed(
+    state: CacheState, queries: Queries, logits: Logits, mask: FloatArray | None
+) -> tuple[FloatArray, FloatArray]:
+    """Over pages: all rows at once."""
+    batch, num_kv_heads, group, q_len, head_dim = queries.x.shape
+    rows, n, seq_len = batch * num_kv_heads, group * q_len, state.seq_len
+    lengths = np.array(state.lengths)
+    sinks = np.minimum(lengths, state.settings.sink)
+    bias = None if mask is None else bias_of(mask, queries, seq_len, seq_len - lengths + sinks)
+    visible = np.empty((batch, num_kv_heads, group, q_len), np.int64)
+    visible[:] = ((lengths - sinks - q_len + 1)[:, None] + np.arange(q_len))[:, None, None]
+    problem = Problem(
+        queries=queries.x.reshape(rows, n, head_dim),
+        keys=state.keys.table.rows,
+        values=state.values.table.rows,
+        scale=logits.scale,
+        softcap=logits.softcap,
+        bias=bias,
+        visible=visible.reshape(rows, n),
+    )
+    out, lse = attend_packed(problem)
+    return out.reshape(*visible.shape, out.shape[-1]), lse.reshape(visible.shape)

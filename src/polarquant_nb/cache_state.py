@@ -1,0 +1,256 @@
+"""CacheState: everything a cache holds, once the first append has decided on its arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Literal
+
+import numpy.typing as npt
+
+from polarquant_nb.arrays import ArrayKind, new_array
+from polarquant_nb.codebooks import Codebooks
+from polarquant_nb.formats import FormatPair, integer
+from polarquant_nb.layout import PAGE
+from polarquant_nb.token_store import Placement, TokenStore
+
+__all__ = ["CacheState", "Settings", "runs"]
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Settings:
+    """What a cache is made with.
+
+    Parameters
+    ----------
+    formats : FormatPair
+        Key and value format.
+    codebooks : tuple of two Codebooks
+        Of keys and values.
+    sink, recent : int
+        First and last tokens that stay exact.
+    nan : {'raise', 'propagate'}
+        What to do with vectors that cannot be stored.
+
+    Raises
+    ------
+    TypeError
+        If an argument has the wrong type.
+    ValueError
+        If sink or recent is negative, nan is another word, or codebooks do not have the bits of
+        their format.
+    """
+
+    formats: FormatPair
+    codebooks: tuple[Codebooks, Codebooks]
+    sink: int
+    recent: int
+    nan: Literal["raise", "propagate"]
+
+    def __post_init__(self) -> None:
+        for name in ("sink", "recent"):
+            value = integer(name, getattr(self, name))
+            if value < 0:
+                raise ValueError(f"{name} is {value}; it must be at least 0")
+            object.__setattr__(self, name, value)
+        if self.nan not in ("raise", "propagate"):
+            raise ValueError(f"nan is {self.nan!r}; it must be 'raise' or 'propagate'")
+        for side, fmt, codebooks in zip(
+            ("key", "value"), (self.formats.keys, self.formats.values), self.codebooks, strict=True
+        ):
+            if not isinstance(codebooks, Codebooks):
+                raise TypeError(f"{side}_codebooks is {codebooks!r}; it must be a Codebooks")
+            if codebooks.level_bits != fmt.level_bits:
+                raise ValueError(
+                    f"{side}_codebooks have {codebooks.level_bits} bits by level; the format has "
+                    f"{fmt.level_bits}"
+                )
+
+    @property
+    def capacity(self) -> int:
+        """Most exact tokens of a row."""
+        return self.sink + self.recent + PAGE - 1
+
+
+@dataclass(frozen=True, eq=False)
+class CacheState:
+    """Keys, values and their numbers.  Operations make new states and leave the old one as it was.
+
+    Parameters
+    ----------
+    settings : Settings
+        Of the cache.
+    keys, values : TokenStore
+        Their tokens.
+    exact : tuple of int
+        Exact tokens of each row; its other tokens are in pages.
+    """
+
+    settings: Settings
+    keys: TokenStore
+    values: TokenStore
+    exact: tuple[int, ...]
+
+    @staticmethod
+    def empty(settings: Settings, kind: ArrayKind, batch: int, num_kv_heads: int) -> CacheState:
+        """A state without tokens.
+
+        Parameters
+        ----------
+        settings : Settings
+            Of the cache.
+        kind : ArrayKind
+            What will be appended.
+        batch, num_kv_heads : int
+            Rows, and kv heads.
+
+        Returns
+        -------
+        CacheState
+            With buffers of its own.
+        """
+        formats = settings.formats.keys, settings.formats.values
+        keys, values = (
+            TokenStore.empty(kind, fmt, codebooks, batch, num_kv_heads, settings.capacity)
+            for fmt, codebooks in zip(formats, settings.codebooks, strict=True)
+        )
+        return CacheState(settings, keys, values, (0,) * batch)
+
+    @property
+    def kind(self) -> ArrayKind:
+        """What is appended."""
+        return self.keys.kind
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Kv heads."""
+        return self.keys.exact.shape[1]
+
+    @property
+    def packed(self) -> tuple[int, ...]:
+        """Tokens of each row in pages."""
+        return self.keys.table.lengths
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each row."""
+        return tuple(map(sum, zip(self.exact, self.packed, strict=True)))
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of the longest row."""
+        return max(self.lengths, default=0)
+
+    def appended(self, k: Array, v: Array, padding: Sequence[int]) -> CacheState:
+        """The state after an append.
+
+        Parameters
+        ----------
+        k, v : ndarray, shape ``(batch, num_kv_heads, n, head_dim)``
+            Elements of vectors that can be stored.
+        padding : sequence of int
+            First tokens of each row that are none.
+
+        Returns
+        -------
+        CacheState
+            The next state; it may go on using the buffers of this one.
+        """
+        sink, recent = self.settings.sink, self.settings.recent
+        placements = [
+            Placement.of(rows, k.shape[2] - padded, exact, packed, sink, recent)
+            for rows, (exact, packed, padded) in runs(self.exact, self.packed, padding)
+        ]
+        keys, values = self.keys.appended(k, placements), self.values.appended(v, placements)
+        exact = [p.exact_after for p in placements for _ in range(p.rows.start, p.rows.stop)]
+        return CacheState(self.settings, keys, values, tuple(exact))
+
+    def cropped(self, lengths: Sequence[int]) -> CacheState:
+        """The first tokens of each row.
+
+        Parameters
+        ----------
+        lengths : sequence of int
+            How many of each; at most as many as it has.
+
+        Returns
+        -------
+        CacheState
+            The next state; it goes on using the buffers of this one.
+        """
+        sink = self.settings.sink
+        packed = [max(0, min(p, n - sink)) for p, n in zip(self.packed, lengths, strict=True)]
+        exact = [n - p for p, n in zip(packed, lengths, strict=True)]
+        keys, values = self.keys.cropped(packed), self.values.cropped(packed)
+        return CacheState(self.settings, keys, values, tuple(exact))
+
+    def select(self, indices: Sequence[int]) -> CacheState:
+        """Rows in another order, each as often as wanted, in buffers of their own.
+
+        Parameters
+        ----------
+        indices : sequence of int
+            Rows.
+
+        Returns
+        -------
+        CacheState
+            The next state; pages are shared.
+        """
+        exact = tuple(self.exact[i] for i in indices)
+        keys, values = self.keys.select(indices), self.values.select(indices)
+        return CacheState(self.settings, keys, values, exact)
+
+    def copy(self) -> CacheState:
+        """The same tokens in buffers of their own; pages are shared."""
+        return CacheState(self.settings, self.keys.copy(), self.values.copy(), self.exact)
+
+    def decode(self, store: TokenStore) -> Any:
+        """All keys, or values, of the array type and dtype that was appended.
+
+        Parameters
+        ----------
+        store : TokenStore
+            One of the two.
+
+        Returns
+        -------
+        ndarray or torch.Tensor, shape ``(batch, num_kv_heads, seq_len, head_dim)``
+            Shorter rows have zeros before them.
+        """
+        batch, num_kv_heads, _, head_dim = store.exact.shape
+        shape = batch, num_kv_heads, self.seq_len, head_dim
+        array, flat = new_array(shape, self.kind)
+        flat[:] = 0
+        x = flat.reshape(shape)
+        for rows, (exact, packed) in runs(self.exact, self.packed):
+            sinks = min(exact, self.settings.sink)
+            middle = self.seq_len - (exact - sinks) - packed
+            x[rows, :, middle - sinks : middle] = store.exact[rows, :, :sinks]
+            if packed:
+                x[rows, :, middle : middle + packed] = store.table.decode(rows, self.kind)
+            x[rows, :, middle + packed :] = store.exact[rows, :, sinks:exact]
+        return array
+
+
+def runs(*columns: Sequence[int]) -> Iterator[tuple[slice, tuple[int, ...]]]:
+    """Neighbouring rows of which all numbers are equal: one slice where all rows are.
+
+    Parameters
+    ----------
+    *columns : sequences of int
+        Numbers of each row.
+
+    Yields
+    ------
+    slice, tuple of int
+        Rows, and their numbers.
+    """
+    first = 0
+    for numbers, rows in groupby(zip(*columns, strict=True)):
+        stop = first + sum(1 for _ in rows)
+        yield slice(first, stop), numbers
+        first = stop

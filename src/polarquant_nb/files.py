@@ -1,0 +1,218 @@
+"""Files of pages and caches: safetensors, with everything that decides the bytes in the header.
+
+A file is read only if this package would make the same bytes: the rotation, the layout of a page
+and the codebooks are compared by their SHA-256.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+
+from polarquant_nb.arrays import DTYPES, ArrayKind
+from polarquant_nb.codebooks import Codebooks
+from polarquant_nb.formats import PolarFormat
+from polarquant_nb.rotations import rotation_for
+
+__all__ = ["format_record", "read_file", "read_format", "read_kind", "reading", "write_file"]
+
+_VERSION = 1
+_KEY = "polarquant_nb"
+
+Tensors = Mapping[str, npt.NDArray[Any]]
+
+
+def write_file(
+    path: str | os.PathLike[str], what: str, content: Mapping[str, Any], tensors: Tensors
+) -> None:
+    """Write a file whole, or not at all: under another name first, which then becomes ``path``.
+
+    Parameters
+    ----------
+    path : path-like
+        File to write; one that is there is replaced.
+    what : str
+        What the file holds, such as ``'cache'``.
+    content : mapping
+        Everything but tensors; can be written as JSON.
+    tensors : mapping of str to ndarray
+        Contiguous arrays.
+    """
+    from polarquant_nb import __version__
+
+    header = {"what": what, "version": _VERSION, "package": __version__, **content}
+    final = Path(path)
+    temporary = final.with_name(f".{final.name}.{secrets.token_hex(4)}.tmp")
+    save = _safetensors().numpy.save
+    try:
+        with open(temporary, "xb") as file:
+            file.write(save(dict(tensors), {_KEY: json.dumps(header)}))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, final)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def read_file(
+    path: str | os.PathLike[str], what: str
+) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
+    """Read what :func:`write_file` wrote.
+
+    Parameters
+    ----------
+    path : path-like
+        File to read.
+    what : str
+        What it must hold.
+
+    Returns
+    -------
+    content : dict
+        Everything but tensors.
+    tensors : dict of str to ndarray
+        Arrays.
+
+    Raises
+    ------
+    ValueError
+        If the file is of another kind or another version.
+    """
+    with open(path, "rb"):  # names the file if it is not there
+        pass
+    with _safetensors().safe_open(path, framework="numpy") as file:
+        header = json.loads((file.metadata() or {}).get(_KEY, "{}"))
+        if header.get("what") != what:
+            raise ValueError(f"it holds {header.get('what', 'something else')}")
+        if header["version"] != _VERSION:
+            raise ValueError(f"it has version {header['version']}; version {_VERSION} is known")
+        names = file.keys()
+        return header, {name: file.get_tensor(name) for name in names}
+
+
+@contextmanager
+def reading(path: str | os.PathLike[str], what: str) -> Iterator[None]:
+    """Name the file in the errors of whatever goes wrong with its contents.
+
+    Parameters
+    ----------
+    path : path-like
+        The file.
+    what : str
+        What it should hold.
+
+    Raises
+    ------
+    ValueError
+        Instead of what damaged contents lead to.
+    """
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, _safetensors().SafetensorError) as error:
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else error
+        message = f"path is {os.fspath(path)!r}; that file holds no usable {what}: {reason}"
+        raise ValueError(message) from error
+
+
+def format_record(fmt: PolarFormat, codebooks: Codebooks) -> dict[str, Any]:
+    """A format with its codebooks, and what identifies the bytes it leads to.
+
+    Parameters
+    ----------
+    fmt : PolarFormat
+        Format.
+    codebooks : Codebooks
+        Codebooks.
+
+    Returns
+    -------
+    dict
+        Can be written as JSON.
+    """
+    fitted = None if codebooks.is_analytic else [angles.tolist() for angles in codebooks.angles]
+    return {**vars(fmt), "codebooks": fitted, "sha256": _fingerprints(fmt, codebooks)}
+
+
+def read_format(record: dict[str, Any]) -> tuple[PolarFormat, Codebooks]:
+    """The format and codebooks of a record.
+
+    Parameters
+    ----------
+    record : dict
+        From :func:`format_record`.
+
+    Returns
+    -------
+    PolarFormat, Codebooks
+        Equal to those that were written.
+
+    Raises
+    ------
+    ValueError
+        If this package would make other bytes of that format.
+    """
+    record = dict(record)
+    expected, fitted = record.pop("sha256"), record.pop("codebooks")
+    fmt = PolarFormat(**record)
+    codebooks = Codebooks.analytic(fmt) if fitted is None else Codebooks(fitted)
+    for name, made in _fingerprints(fmt, codebooks).items():
+        if expected[name] != made:
+            raise ValueError(
+                f"its {name} of {fmt} has the SHA-256 {expected[name]}; this version of the "
+                f"package makes {made}"
+            )
+    return fmt, codebooks
+
+
+def read_kind(record: dict[str, str]) -> ArrayKind:
+    """The array kind of a record, ``vars(kind)``.
+
+    Parameters
+    ----------
+    record : dict
+        Family and dtype.
+
+    Returns
+    -------
+    ArrayKind
+        Equal to the one that was written.
+
+    Raises
+    ------
+    ValueError
+        If there is no such kind.
+    """
+    kind = ArrayKind(**record)
+    if kind.family not in ("numpy", "torch") or kind.dtype not in DTYPES:
+        raise ValueError(f"its arrays are {record}")
+    return kind
+
+
+def _fingerprints(fmt: PolarFormat, codebooks: Codebooks) -> dict[str, str]:
+    layout = fmt.layout
+    rows = [(row.word, row.width, row.fields) for row in layout.code_rows]
+    places = json.dumps((rows, layout.radius_words, layout.offset_word, layout.num_words))
+    angles = b"".join(level.astype("<f4").tobytes() for level in codebooks.angles)
+    return {
+        "rotation": rotation_for(fmt).fingerprint,
+        "layout": hashlib.sha256(places.encode()).hexdigest(),
+        "codebooks": hashlib.sha256(angles).hexdigest(),
+    }
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.numpy
+    except ImportError as error:
+        raise ImportError("files need safetensors: pip install 'polarquant-nb[io]'") from error
+    return safetensors

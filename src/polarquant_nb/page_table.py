@@ -1,0 +1,305 @@
+"""PageTable: the packed part of a cache; every page is a block of its own that never changes.
+
+A *block* is one page of all kv heads of one batch row.  It is written once, and shared from then
+on: rows that were selected twice, copies of a cache and its snapshots hold the same blocks.  A
+table does not change either; every operation makes a new one, which costs pointers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from polarquant_nb.arrays import ArrayKind, element_dtype, strided
+from polarquant_nb.codebooks import Codebooks
+from polarquant_nb.codec import decode_rows, encode_into
+from polarquant_nb.formats import PolarFormat
+from polarquant_nb.layout import PAGE
+from polarquant_nb.rows import PackedRows
+
+__all__ = ["PageTable"]
+
+Block = npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True, eq=False)
+class PageTable:
+    """Where the pages of each batch row are.
+
+    Parameters
+    ----------
+    format : PolarFormat
+        Of all pages.
+    codebooks : Codebooks
+        Of all pages.
+    num_kv_heads : int
+        Pages of a block.
+    blocks : tuple of tuples of ndarray of uint32, shape ``(num_kv_heads, page words)``
+        The blocks of each batch row.
+    addresses : ndarray of int64, shape ``(batch, pages)``
+        Where each block is in memory, in words; 0 where a row has fewer pages than another.
+    lengths : tuple of int
+        Tokens of each batch row; only its last page may be partial.
+    prepared : dict
+        See :class:`~polarquant_nb.rows.PackedRows`; it depends on format and codebooks only, and is
+        handed on from table to table.
+    """
+
+    format: PolarFormat
+    codebooks: Codebooks
+    num_kv_heads: int
+    blocks: tuple[tuple[Block, ...], ...]
+    addresses: npt.NDArray[np.int64]
+    lengths: tuple[int, ...]
+    prepared: dict[Any, Any]
+
+    @staticmethod
+    def empty(fmt: PolarFormat, codebooks: Codebooks, num_kv_heads: int, batch: int) -> PageTable:
+        """A table without pages.
+
+        Parameters
+        ----------
+        fmt : PolarFormat
+            Of the pages to come.
+        codebooks : Codebooks
+            Of the pages to come.
+        num_kv_heads, batch : int
+            Kv heads, and batch rows.
+
+        Returns
+        -------
+        PageTable
+            With no token.
+        """
+        addresses = np.empty((batch, 0), np.int64)
+        return PageTable(fmt, codebooks, num_kv_heads, ((),) * batch, addresses, (0,) * batch, {})
+
+    @cached_property
+    def rows(self) -> PackedRows:
+        """The pages as kernels take them: a row for each batch row and kv head."""
+        words, starts = self._locate(self.addresses, self.blocks)
+        lengths = np.repeat(np.array(self.lengths, np.int64), self.num_kv_heads)
+        return PackedRows(self.format, self.codebooks, words, starts, lengths, self.prepared)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks, each counted once, and of the tables that tell where they are."""
+        distinct = {id(block): block.nbytes for row in self.blocks for block in row}
+        return sum(distinct.values()) + self.addresses.nbytes + self.rows.starts.nbytes
+
+    def changed(
+        self, keep: Sequence[int], more: Sequence[Sequence[Block]], lengths: Sequence[int]
+    ) -> PageTable:
+        """Each row with its first pages only, and other blocks after them.
+
+        Parameters
+        ----------
+        keep : sequence of int
+            Pages that each row keeps.
+        more : sequence of sequences of blocks
+            What follows them.
+        lengths : sequence of int
+            Tokens that each row has then.
+
+        Returns
+        -------
+        PageTable
+            The new table.
+        """
+        kept = zip(self.blocks, keep, more, strict=True)
+        blocks = tuple((*row[:n], *new) for row, n, new in kept)
+        addresses = np.zeros((len(blocks), max(map(len, blocks), default=0)), np.int64)
+        for row, (n, new) in enumerate(zip(keep, more, strict=True)):
+            addresses[row, :n] = self.addresses[row, :n]
+            addresses[row, n : n + len(new)] = _addresses(new)
+        return self._with(blocks, addresses, lengths)
+
+    def select(self, indices: Sequence[int]) -> PageTable:
+        """Batch rows in another order, each as often as wanted.
+
+        Parameters
+        ----------
+        indices : sequence of int
+            Rows.
+
+        Returns
+        -------
+        PageTable
+            The new table; blocks are shared.
+        """
+        lengths = [self.lengths[i] for i in indices]
+        width = -(-max(lengths, default=0) // PAGE)
+        addresses = self.addresses[list(indices), :width]
+        return self._with(tuple(self.blocks[i] for i in indices), addresses, lengths)
+
+    def encode(self, x: npt.NDArray[Any], kind: ArrayKind) -> list[list[Block]]:
+        """New blocks of whole pages, for :meth:`changed`.
+
+        Parameters
+        ----------
+        x : ndarray, shape ``(rows, num_kv_heads, n * 128, head_dim)``
+            Elements of vectors that can be stored; read in place.
+        kind : ArrayKind
+            What they are.
+
+        Returns
+        -------
+        list of lists of blocks
+            ``n`` for each row.
+        """
+        shape = self.num_kv_heads, self.format.layout.num_words
+        blocks = [[np.empty(shape, np.uint32) for _ in range(x.shape[2] // PAGE)] for _ in x]
+        addresses = np.array([_addresses(row) for row in blocks], np.int64)
+        words, starts = self._locate(addresses, blocks)
+        encode_into(strided(x, kind), self.format, self.codebooks, words, starts.ravel())
+        return [[_frozen(block) for block in row] for row in blocks]
+
+    def fill(self, rows: slice, x: npt.NDArray[Any], kind: ArrayKind) -> list[Block]:
+        """Copies of partial last pages with their free lanes filled, for :meth:`changed`.
+
+        The tokens are coded as differences from the offset that the page has already.
+
+        Parameters
+        ----------
+        rows : slice
+            Batch rows, equally long.
+        x : ndarray, shape ``(rows, num_kv_heads, free lanes, head_dim)``
+            Elements of vectors that can be stored.
+        kind : ArrayKind
+            What they are.
+
+        Returns
+        -------
+        list of blocks
+            One for each row.
+        """
+        old = np.stack([row[-1] for row in self.blocks[rows]])
+        new, page_words = old.copy(), old.shape[-1]  # with the offsets
+        page = np.zeros((*x.shape[:2], PAGE, x.shape[3]), x.dtype)
+        first = PAGE - x.shape[2]
+        page[:, :, first:] = x
+        starts = np.arange(new.size // page_words) * page_words
+        encode_into(
+            strided(page, kind), self.format, self.codebooks, new.reshape(-1), starts, frozen=True
+        )
+        self.format.layout.copy_lanes(new, old, first)
+        return [_frozen(block.copy()) for block in old]
+
+    def decode(self, rows: slice, kind: ArrayKind) -> npt.NDArray[Any]:
+        """Reconstruct the tokens of rows that are equally long.
+
+        Parameters
+        ----------
+        rows : slice
+            Batch rows.
+        kind : ArrayKind
+            What to return.
+
+        Returns
+        -------
+        ndarray, shape ``(rows, num_kv_heads, tokens, head_dim)``
+            Elements; float16 and bfloat16 as uint16.
+        """
+        batch, length = len(self.lengths[rows]), self.lengths[rows][0]
+        x = np.empty((batch, self.num_kv_heads, length, self.format.head_dim), element_dtype(kind))
+        heads = slice(rows.start * self.num_kv_heads, rows.stop * self.num_kv_heads)
+        whole = self.rows
+        part = PackedRows(
+            self.format, self.codebooks, whole.words, whole.starts[heads], whole.lengths[heads]
+        )
+        decode_rows(part, 0, length, x.reshape(-1), kind)
+        return x
+
+    def to_arrays(self) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
+        """The contents, for files.
+
+        Returns
+        -------
+        pages : ndarray of uint32, shape ``(blocks, num_kv_heads, page words)``
+            Each block once.
+        index : ndarray of int64, shape ``(batch, pages)``
+            Which block is where; −1 where a row has fewer pages than another.
+        """
+        distinct = {id(block): block for row in self.blocks for block in row}
+        number = {key: i for i, key in enumerate(distinct)}
+        index = np.full(self.addresses.shape, -1, np.int64)
+        for row, blocks in zip(index, self.blocks, strict=True):
+            row[: len(blocks)] = [number[id(block)] for block in blocks]
+        pages = np.empty(
+            (len(distinct), self.num_kv_heads, self.format.layout.num_words), np.uint32
+        )
+        for page, block in zip(pages, distinct.values(), strict=True):
+            page[:] = block
+        return pages, index
+
+    def with_arrays(
+        self, pages: npt.NDArray[np.uint32], index: npt.NDArray[np.int64], lengths: Sequence[int]
+    ) -> PageTable:
+        """An empty table with the contents that :meth:`to_arrays` gave.
+
+        Parameters
+        ----------
+        pages, index
+            See :meth:`to_arrays`.
+        lengths : sequence of int
+            Tokens of each batch row.
+
+        Returns
+        -------
+        PageTable
+            The new table.
+        """
+        blocks = [_frozen(page.copy()) for page in pages]
+        rows = [[blocks[i] for i in row if i >= 0] for row in index.tolist()]
+        return self.changed([0] * len(rows), rows, lengths)
+
+    def _with(
+        self,
+        blocks: tuple[tuple[Block, ...], ...],
+        addresses: npt.NDArray[np.int64],
+        lengths: Sequence[int],
+    ) -> PageTable:
+        return replace(self, blocks=blocks, addresses=addresses, lengths=tuple(lengths))
+
+    def _locate(
+        self, addresses: npt.NDArray[np.int64], owner: object
+    ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
+        """The memory that spans all blocks, and where in it each page of each row starts."""
+        heads, page_words = self.num_kv_heads, self.format.layout.num_words
+        used = addresses[addresses > 0]
+        first, last = (int(used.min()), int(used.max())) if used.size else (0, 0)
+        num_words = last - first + heads * page_words if used.size else 0
+        words = np.asarray(_Memory(first, num_words, owner)) if used.size else _NOTHING
+        pages = np.maximum(addresses - first, 0)  # a page that is not there is never read
+        starts = pages[:, None] + np.arange(heads)[:, None] * page_words
+        return words, starts.reshape(len(addresses) * heads, addresses.shape[1])
+
+
+_NOTHING = np.empty(0, np.uint32)
+
+
+class _Memory:
+    """A range of memory, for NumPy to look at; it holds on to those who own what is used of it."""
+
+    def __init__(self, first: int, num_words: int, owner: object) -> None:
+        self.owner = owner
+        self.__array_interface__ = {
+            "data": (4 * first, False),
+            "shape": (num_words,),
+            "typestr": np.dtype(np.uint32).str,
+            "version": 3,
+        }
+
+
+def _addresses(blocks: Iterable[Block]) -> list[int]:
+    return [block.__array_interface__["data"][0] // 4 for block in blocks]
+
+
+def _frozen(block: Block) -> Block:
+    block.flags.writeable = False
+    return block

@@ -1,0 +1,220 @@
+"""TokenStore: the keys, or the values, of a cache: first and last tokens exact, the rest in pages.
+
+A batch row is ``sinks | pages | recent``.  Its sinks and recent tokens are neighbours in one
+buffer, so that the exact tokens of a row are the first slots of that buffer, however many there
+are: there is no recent token before there are all sinks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from polarquant_nb.arrays import ArrayKind, element_dtype
+from polarquant_nb.codebooks import Codebooks
+from polarquant_nb.formats import PolarFormat
+from polarquant_nb.layout import PAGE
+from polarquant_nb.page_table import Block, PageTable
+
+__all__ = ["Placement", "TokenStore"]
+
+Array = npt.NDArray[Any]
+
+
+class Placement(NamedTuple):
+    """Where the tokens of an append go, for rows that hold equally many tokens.
+
+    Parameters
+    ----------
+    rows : slice
+        The batch rows.
+    new : int
+        Tokens to append; each row's last ones of the append, the ones before are padding.
+    exact, packed : int
+        Tokens that each row holds, exact and in pages.
+    sink : int
+        Of the cache.
+    sinks : int
+        New tokens that become sinks.
+    held : int
+        Recent tokens that are there already: the head of what follows the pages.
+    free : int
+        Free lanes of a partial last page.
+    moved : int
+        Tokens, oldest first, that go to pages.
+    """
+
+    rows: slice
+    new: int
+    exact: int
+    packed: int
+    sink: int
+    sinks: int
+    held: int
+    free: int
+    moved: int
+
+    @staticmethod
+    def of(
+        rows: slice, new: int, exact: int, packed: int, sink: int, recent: int
+    ) -> Placement:  # fmt: skip
+        """Fill the sinks, then move as many whole pages as leave ``recent`` tokens.
+
+        Parameters
+        ----------
+        rows, new, exact, packed, sink
+            See above.
+        recent : int
+            Of the cache.
+
+        Returns
+        -------
+        Placement
+            The plan.
+        """
+        sinks = max(0, min(new, sink - exact))
+        held = max(0, exact - sink)
+        free = -packed % PAGE
+        spare = held + new - sinks - recent - (free or PAGE)
+        moved = (free or PAGE) + spare // PAGE * PAGE if spare >= 0 else 0
+        return Placement(rows, new, exact, packed, sink, sinks, held, free, moved)
+
+    @property
+    def exact_after(self) -> int:
+        """Tokens that each row holds exact then."""
+        return self.exact + self.new - self.moved
+
+
+@dataclass(frozen=True, eq=False)
+class TokenStore:
+    """Keys or values of all rows; how many of them are exact is the cache's to know.
+
+    Operations make new stores.  They may share the buffer, in which :meth:`appended` writes to
+    slots that hold no token: of stores that share one, only the last made may be appended to.
+
+    Parameters
+    ----------
+    kind : ArrayKind
+        What was appended.
+    exact : ndarray, shape ``(batch, num_kv_heads, capacity, head_dim)``
+        Exact tokens as elements, the sinks first; slots beyond a row's number hold anything.
+    table : PageTable
+        The pages.
+    """
+
+    kind: ArrayKind
+    exact: Array
+    table: PageTable
+
+    @staticmethod
+    def empty(
+        kind: ArrayKind, fmt: PolarFormat, codebooks: Codebooks, batch: int, num_kv_heads: int,
+        capacity: int,
+    ) -> TokenStore:  # fmt: skip
+        """A store without tokens.
+
+        Parameters
+        ----------
+        kind : ArrayKind
+            What will be appended.
+        fmt : PolarFormat
+            Of the pages.
+        codebooks : Codebooks
+            Of the pages.
+        batch, num_kv_heads, capacity : int
+            Rows, kv heads, and slots of the buffer.
+
+        Returns
+        -------
+        TokenStore
+            A store that owns its buffer.
+        """
+        shape = batch, num_kv_heads, capacity, fmt.head_dim
+        table = PageTable.empty(fmt, codebooks, num_kv_heads, batch)
+        return TokenStore(kind, np.zeros(shape, element_dtype(kind)), table)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer, the pages and their table, and codebooks where they are fitted."""
+        return self.exact.nbytes + self.table.nbytes + self.table.codebooks.nbytes
+
+    def copy(self) -> TokenStore:
+        """Another store with the same tokens; blocks are shared."""
+        return TokenStore(self.kind, self.exact.copy(), self.table)
+
+    def select(self, indices: Sequence[int]) -> TokenStore:
+        """Another store with some of the rows; see :meth:`PageTable.select`."""
+        return TokenStore(self.kind, self.exact[list(indices)], self.table.select(indices))
+
+    def cropped(self, packed: Sequence[int]) -> TokenStore:
+        """The store with only so many tokens of each row in pages; the buffer is shared."""
+        pages = [-(-n // PAGE) for n in packed]
+        nothing: list[list[Block]] = [[] for _ in packed]
+        return TokenStore(self.kind, self.exact, self.table.changed(pages, nothing, packed))
+
+    def appended(self, x: Array, placements: Sequence[Placement]) -> TokenStore:
+        """The store after an append.
+
+        Parameters
+        ----------
+        x : ndarray, shape ``(batch, num_kv_heads, n, head_dim)``
+            Elements that are appended.
+        placements : sequence of Placement
+            For runs of rows that cover the batch.
+
+        Returns
+        -------
+        TokenStore
+            The next store; this one's tokens are as they were.
+        """
+        store = self
+        if any(p.moved for p in placements):
+            store = TokenStore(self.kind, self.exact.copy(), self._packed_with(x, placements))
+        for p in placements:
+            slots, first = store.exact[p.rows], x.shape[2] - p.new  # of the new tokens
+            if p.sinks:
+                slots[:, :, p.exact : p.exact + p.sinks] = x[p.rows, :, first : first + p.sinks]
+            if p.moved < p.held and p.moved:  # the recent tokens that are left move up
+                left = slice(p.sink + p.moved, p.exact)
+                slots[:, :, p.sink : p.exact - p.moved] = self.exact[p.rows, :, left]
+            fresh = min(p.new - p.sinks, p.exact_after - p.sink)
+            if fresh > 0:
+                end = p.exact_after
+                slots[:, :, end - fresh : end] = x[p.rows, :, x.shape[2] - fresh :]
+        return store
+
+    def _packed_with(self, x: Array, placements: Sequence[Placement]) -> PageTable:
+        """The table with what an append moves to pages."""
+        table = self.table
+        keep = [len(blocks) for blocks in table.blocks]
+        more: list[list[Block]] = [[] for _ in keep]
+        for p in placements:
+            if not p.moved:
+                continue
+            if p.free:
+                tokens = self._waiting(x, p, 0, p.free)
+                for row, block in enumerate(table.fill(p.rows, tokens, self.kind), p.rows.start):
+                    keep[row] -= 1
+                    more[row].append(block)
+            # pages that start among the tokens held already are gathered, the others are in place
+            gathered = min(p.moved, p.free + -(-max(0, p.held - p.free) // PAGE) * PAGE)
+            for start, stop in ((p.free, gathered), (gathered, p.moved)):
+                if start < stop:
+                    new = table.encode(self._waiting(x, p, start, stop), self.kind)
+                    for row, blocks in enumerate(new, p.rows.start):
+                        more[row].extend(blocks)
+        lengths = [p.packed + p.moved for p in placements for _ in range(p.rows.start, p.rows.stop)]
+        return table.changed(keep, more, lengths)
+
+    def _waiting(self, x: Array, p: Placement, start: int, stop: int) -> Array:
+        """Tokens of what follows the pages: recent ones, and then new ones; a view if it can be."""
+        held = self.exact[p.rows, :, p.sink + start : p.sink + min(stop, p.held)]
+        if stop <= p.held:
+            return held
+        first = x.shape[2] - p.new + p.sinks - p.held  # of x, if all of them were in x
+        new = x[p.rows, :, first + max(start, p.held) : first + stop]
+        return new if start >= p.held else np.concatenate([held, new], 2)

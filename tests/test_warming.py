@@ -1,0 +1,40 @@
+"""Kernels are there before the first request."""
+
+import numpy as np
+import pytest
+from support import NOJIT
+
+import polarquant_nb as pq
+from polarquant_nb.kernels import attention_cpu, cpu
+
+
+def compiled():
+    kernels = cpu.encode_pages, cpu.decode_pages, attention_cpu.weigh_keys, attention_cpu.add_values
+    return [len(kernel.signatures) for kernel in (*kernels, attention_cpu.merge_ranges)]
+
+
+@pytest.mark.skipif(NOJIT, reason="nothing is compiled")
+def test_nothing_is_compiled_after_it():
+    assert pq.warmup("balanced", head_dim=64, queries=[3], dtype="float32") > 0
+    before = compiled()
+    cache = pq.KVCache("balanced", head_dim=64)
+    k, v = np.random.default_rng(0).standard_normal((2, 1, 3, 300, 64), dtype=np.float32)
+    cache.append(k, v)
+    cache.attend(np.zeros((1, 9, 1, 64), np.float32))
+    cache.decode()
+    assert compiled() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"queries": 0}, "queries is 0; it must be at least 1"),
+        ({"dtype": "int8"}, "dtype is 'int8'; it must be one of"),
+        ({"head_dim": 63}, "head_dim"),
+    ],
+)
+def test_bad_input(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        pq.warmup("balanced", **{"head_dim": 64, **arguments})
+    with pytest.raises(TypeError, match="queries"):
+        pq.warmup("balanced", head_dim=64, queries=1.5)
