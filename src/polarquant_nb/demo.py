@@ -7,13 +7,19 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from importlib import import_module
 from typing import Any
 
 from polarquant_nb.budgets import preset
 from polarquant_nb.demo_output import check_writable, draw_angles, format_result, write_atomically
 from polarquant_nb.formats import FormatPair
-from polarquant_nb.models import LoadedModel, load_model, load_text, require, token_window
+from polarquant_nb.models import (
+    LoadedModel,
+    announce_loading,
+    load_model,
+    load_text,
+    require,
+    token_window,
+)
 from polarquant_nb.threads import get_num_threads, set_num_threads
 
 __all__ = ["DemoError", "run"]
@@ -130,10 +136,7 @@ def _load(
     model: str | None, text: str, tokens: int, score_tokens: int, seed: int
 ) -> tuple[LoadedModel, list[int]]:
     """The model, and the window of the text: context, scored tokens, and one more."""
-    print("Loading the model; the first time it is converted, in half a minute", file=sys.stderr)
-    logging = import_module("transformers.utils.logging")
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    announce_loading()
     loaded = load_model(model)
     context = getattr(loaded.model.config, "max_position_embeddings", None) or sys.maxsize
     if tokens > context:

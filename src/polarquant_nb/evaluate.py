@@ -8,74 +8,36 @@ values, rank configurations wrongly.
 
 from __future__ import annotations
 
-import copy
 import inspect
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import exp, sqrt
 from typing import TYPE_CHECKING, Any
 
-from polarquant_nb.budgets import preset
-from polarquant_nb.codec import encode
-from polarquant_nb.formats import FormatPair, PolarFormat
+from polarquant_nb.contenders import (
+    CompressedCache,
+    Contender,
+    compress,
+    compress_with,
+    exact_nbytes,
+    fresh,
+)
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
     "CompressedCache",
+    "Contender",
     "Score",
     "compare",
     "compress",
+    "compress_with",
     "exact_nbytes",
     "greedy",
     "prefill",
     "score",
 ]
-
-_EXACT_NBYTES = 2  # per number kept exact: models store keys and values in 16 bits
-
-
-@dataclass(frozen=True)
-class CompressedCache:
-    """A cache after compression: what a model reads from it, and what it costs.
-
-    Parameters
-    ----------
-    cache : transformers.DynamicCache
-        Sinks and recent tokens as they were; the others decoded from their pages.
-    page_nbytes : int
-        Bytes of all pages, measured from their buffers; a last page that is partly empty counts
-        whole.
-    page_values : int
-        Numbers stored in pages.
-    exact_values : int
-        Numbers kept exact: sinks, recent tokens, and layers that are not compressed.
-    encode_seconds : float
-        Time spent in :func:`polarquant_nb.encode`.
-    """
-
-    cache: Any
-    page_nbytes: int
-    page_values: int
-    exact_values: int
-    encode_seconds: float
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole cache; numbers kept exact count 2 bytes each, as models store them."""
-        return self.page_nbytes + _EXACT_NBYTES * self.exact_values
-
-    @property
-    def ratio(self) -> float:
-        """How many times larger the cache is in 16 bits."""
-        return _EXACT_NBYTES * (self.page_values + self.exact_values) / self.nbytes
-
-    @property
-    def bits_per_value(self) -> float:
-        """Bits per number stored in pages, keys and values together."""
-        return 8 * self.page_nbytes / self.page_values
 
 
 @dataclass(frozen=True)
@@ -137,87 +99,6 @@ def prefill(model: Any, ids: torch.Tensor, *, chunk: int = 512, progress: bool =
     return cache
 
 
-def compress(
-    cache: Any,
-    formats: FormatPair | str,
-    *,
-    sink: int = 4,
-    recent: int = 64,
-) -> CompressedCache:
-    """Encode a cache into pages and decode it again; the original is left as it is.
-
-    Layers of full attention are compressed, layers with a sliding window stay exact.
-
-    Parameters
-    ----------
-    cache : transformers.DynamicCache
-        From :func:`prefill`; all rows of one length, without padding.
-    formats : FormatPair or str
-        Formats, or the name of a preset.
-    sink, recent : int
-        First and last tokens that stay exact.
-
-    Returns
-    -------
-    CompressedCache
-        The reconstructed cache, bytes and time.
-
-    Raises
-    ------
-    ValueError
-        If ``sink`` or ``recent`` is negative, they leave nothing to compress, the preset is
-        unknown, or a head_dim is not the format's.
-    """
-    from transformers.cache_utils import DynamicLayer
-
-    if sink < 0 or recent < 0:
-        raise ValueError(f"sink is {sink} and recent is {recent}; both must be at least 0")
-    restored = copy.copy(cache)
-    restored.layers = [copy.copy(layer) for layer in cache.layers]
-    page_nbytes = page_values = 0
-    seconds = 0.0
-    for layer in restored.layers:
-        if type(layer) is not DynamicLayer or layer.keys is None:
-            continue
-        for name, fmt in _layer_formats(formats, layer):
-            exact = getattr(layer, name)
-            stop = exact.shape[-2] - recent
-            if stop <= sink:
-                raise ValueError(
-                    f"the cache holds {exact.shape[-2]} tokens; with sink={sink} and "
-                    f"recent={recent} it must hold more than {sink + recent}"
-                )
-            start_time = time.perf_counter()
-            pages = encode(exact[..., sink:stop, :], fmt)
-            seconds += time.perf_counter() - start_time
-            mixed = exact.clone()
-            mixed[..., sink:stop, :] = pages.decode()
-            setattr(layer, name, mixed)
-            page_nbytes += pages.nbytes
-            page_values += exact[..., sink:stop, :].numel()
-    if not page_values:
-        raise ValueError("the cache has no layer of full attention: there is nothing to compress")
-    exact_values = exact_nbytes(cache) // _EXACT_NBYTES - page_values
-    return CompressedCache(restored, page_nbytes, page_values, exact_values, seconds)
-
-
-def exact_nbytes(cache: Any) -> int:
-    """Bytes of a cache's keys and values in 16 bits, whatever they are held in here.
-
-    Parameters
-    ----------
-    cache : transformers.DynamicCache
-        From :func:`prefill`.
-
-    Returns
-    -------
-    int
-        Bytes.
-    """
-    tensors = (getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values"))
-    return _EXACT_NBYTES * sum(x.numel() for x in tensors if x is not None)
-
-
 def score(
     model: Any, cache: Any | Callable[[], Any], ids: torch.Tensor, *, chunk: int = 256
 ) -> torch.Tensor:
@@ -241,7 +122,7 @@ def score(
     """
     import torch
 
-    cache = _own(cache)
+    cache = fresh(cache)
     with torch.no_grad():
         logits = (_forward(model, part, cache).logits for part in torch.split(ids, chunk, 1))
         return torch.cat([torch.log_softmax(part.double(), -1).float() for part in logits], 1)
@@ -320,7 +201,7 @@ def greedy(
     """
     import torch
 
-    cache = _own(cache)
+    cache = fresh(cache)
     produced = []
     with torch.no_grad():
         for _ in range(num_tokens):
@@ -334,14 +215,3 @@ def _forward(model: Any, ids: torch.Tensor, cache: Any, **options: Any) -> Any:
     known = inspect.signature(model.forward).parameters
     argument = "cache" if "cache" in known else "past_key_values"
     return model(ids, use_cache=True, **{argument: cache}, **options)
-
-
-def _own(cache: Any | Callable[[], Any]) -> Any:
-    return cache() if callable(cache) else copy.deepcopy(cache)
-
-
-def _layer_formats(formats: FormatPair | str, layer: Any) -> list[tuple[str, PolarFormat]]:
-    if isinstance(formats, str):
-        value_head_dim = layer.values.shape[-1]
-        formats = preset(formats, layer.keys.shape[-1], value_head_dim=value_head_dim)
-    return [("keys", formats.keys), ("values", formats.values)]

@@ -10,6 +10,7 @@ import os
 import sys
 import tempfile
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,11 +24,13 @@ __all__ = [
     "PIP_MODEL",
     "LoadedModel",
     "UnavailableError",
+    "announce_loading",
     "cache_dir",
     "load_model",
     "load_text",
     "require",
     "token_window",
+    "token_windows",
 ]
 
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -85,6 +88,14 @@ def cache_dir() -> Path:
     else:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return base / "polarquant-nb"
+
+
+def announce_loading() -> None:
+    """Tell that a model is being loaded, and keep transformers from telling more than that."""
+    print("Loading the model; the first time it is converted, in half a minute", file=sys.stderr)
+    logging = import_module("transformers.utils.logging")
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
 
 def load_model(path: str | os.PathLike[str] | None = None) -> LoadedModel:
@@ -193,6 +204,45 @@ def token_window(text: str, tokenizer: Any, length: int, *, seed: int = 0) -> li
     if len(ids) < length:
         raise ValueError(f"the text has {len(ids)} tokens; {length} are needed")
     return ids[:length]
+
+
+def token_windows(
+    text: str, tokenizer: Any, length: int, count: int, *, seed: int = 0
+) -> list[list[int]]:
+    """Draw windows that do not overlap, one from each of equal parts of a text.
+
+    Parameters
+    ----------
+    text, tokenizer, length
+        As in :func:`token_window`.
+    count : int
+        Windows to draw.
+    seed : int
+        Decides where in its part each window starts.  The only one of one is that of
+        :func:`token_window`.
+
+    Returns
+    -------
+    list of list of int
+        Token ids of each.
+
+    Raises
+    ------
+    ValueError
+        If a part has fewer tokens.
+    """
+    cuts = [len(text) * i // count for i in range(count)]
+    # a part, too, starts with a word
+    starts = [(cut and text.find(" ", cut) + 1) or cut for cut in cuts]
+    parts = [text[a:b] for a, b in zip(starts, [*starts[1:], len(text)], strict=True)]
+    windows = []
+    for i, part in enumerate(parts):
+        try:
+            windows.append(token_window(part, tokenizer, length, seed=seed + i))
+        except ValueError as error:
+            which = f"part {i + 1} of {count}: " if count > 1 else ""
+            raise ValueError(f"{which}{error}") from error
+    return windows
 
 
 def require(*modules: str) -> None:

@@ -1,4 +1,4 @@
-"""Figures of what :mod:`polarquant_nb.analysis` and the benchmark return, on the axes given."""
+"""Figures of what :mod:`polarquant_nb.analysis` and the commands return, on the axes given."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = ["angles", "speed"]
+__all__ = ["angles", "frontier", "needle", "speed"]
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
 _OBSERVED = "#56B4E9"
@@ -17,6 +17,8 @@ _EXPECTED = "#D55E00"
 _BASELINES = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442",
 )  # fmt: skip
+
+_MARKERS = "os^Dv<>P"
 
 
 def angles(ds: xr.Dataset, ax: Any = None) -> Any:
@@ -95,6 +97,96 @@ def speed(results: dict[str, Any], ax: Any = None) -> Any:
     return axes[0] if len(axes) == 1 else axes
 
 
+def frontier(results: dict[str, Any], ax: Any = None) -> Any:
+    """Draw quality over size: KL, and its standard error, over bits per number.
+
+    Contenders of one family are joined; steps show the frontier, which no contender beats in both.
+
+    Parameters
+    ----------
+    results : dict
+        What ``polarquant-nb eval --json FILE`` writes.
+    ax : matplotlib Axes, optional
+        Where to draw; by default a new figure.
+
+    Returns
+    -------
+    Axes
+        What was drawn on.
+    """
+    if ax is None:
+        from matplotlib import pyplot as plt
+
+        _, ax = plt.subplots(figsize=(8, 5), layout="constrained")
+    rows = [row for row in results["summary"] if row["family"] != "exact"]
+    best: list[tuple[float, float]] = []
+    for bits, kl in sorted((row["bits_per_value"], row["kl"]) for row in rows):
+        if not best or kl < best[-1][1]:
+            best.append((bits, kl))
+    ax.step(*zip(*best, strict=True), where="post", color="0.8", linewidth=4, zorder=0)
+    for i, family in enumerate(dict.fromkeys(row["family"] for row in rows)):
+        found = sorted(
+            (row for row in rows if row["family"] == family), key=lambda row: row["bits_per_value"]
+        )
+        bits, kl = ([row[name] for row in found] for name in ("bits_per_value", "kl"))
+        ax.errorbar(
+            bits,
+            kl,
+            yerr=[row["kl_stderr"] or 0 for row in found],
+            label=family,
+            color=_BASELINES[i % len(_BASELINES)],
+            marker=_MARKERS[i % len(_MARKERS)],
+        )
+        for row, x, y in zip(found, bits, kl, strict=True):
+            name = row["contender"].removeprefix(family).strip(", ")
+            ax.annotate(name, (x, y), (4, 4), textcoords="offset points", fontsize="small")
+    ax.set_yscale("log")
+    ax.set_xlabel("bits per number, scales included")
+    ax.set_ylabel("KL from the exact cache (nats)")
+    ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    return ax
+
+
+def needle(results: dict[str, Any], ax: Any = None) -> Any:
+    """Draw heat maps of needles over depth and context length: hit rate, and NLL in numbers.
+
+    Parameters
+    ----------
+    results : dict
+        What ``polarquant-nb eval --json FILE`` writes.
+    ax : matplotlib Axes, or an array of one for each contender, optional
+        Where to draw; by default a new figure with the contenders side by side.
+
+    Returns
+    -------
+    Axes, or ndarray of Axes
+        What was drawn on: one Axes for one contender, else as many as there are.
+
+    Raises
+    ------
+    ValueError
+        If the number of axes is not the number of contenders, or no needles were asked for.
+    """
+    rows = results["needle_rows"]
+    names = list(dict.fromkeys(row["contender"] for row in rows))
+    if not names:
+        raise ValueError("the results have no needles")
+    if ax is None:
+        from matplotlib import pyplot as plt
+
+        size = (2.2 * len(names), 2.6)
+        _, ax = plt.subplots(1, len(names), figsize=size, layout="constrained", squeeze=False)
+    axes = _flat(ax)
+    if len(axes) != len(names):
+        raise ValueError(f"ax holds {len(axes)} axes; the results have {len(names)} contenders")
+    lengths = sorted({row["length"] for row in rows})
+    depths = sorted({row["depth"] for row in rows})
+    for name, axis in zip(names, axes, strict=True):
+        _draw_needles([row for row in rows if row["contender"] == name], lengths, depths, axis)
+        axis.set_title(name.replace(", ", "\n"), fontsize="medium")
+    return axes[0] if len(axes) == 1 else axes
+
+
 def _flat(ax: Any) -> Any:
     return np.atleast_1d(np.asarray(ax, dtype=object)).ravel()
 
@@ -115,6 +207,27 @@ def _draw_speed(rows: list[dict[str, Any]], colours: dict[str, str], ax: Any) ->
     ax.set_ylim(len(cases) - 0.5, -0.5)
     ax.set_xlabel("times faster than the baseline")
     ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+
+
+def _draw_needles(
+    rows: list[dict[str, Any]], lengths: list[int], depths: list[float], ax: Any
+) -> None:
+    groups: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for row in rows:
+        place = depths.index(row["depth"]), lengths.index(row["length"])
+        groups.setdefault(place, []).append(row)
+    hits = np.full((len(depths), len(lengths)), np.nan)
+    for (y, x), found in groups.items():
+        hits[y, x] = np.mean([row["hit"] for row in found])
+        nll = np.mean([row["nll"] for row in found])
+        colour = "black" if hits[y, x] > 0.5 else "white"
+        ax.text(x, y, f"{nll:.2f}", ha="center", va="center", color=colour, fontsize="small")
+    # dark to light, told apart by every kind of sight
+    ax.imshow(hits, cmap="cividis", vmin=0, vmax=1, aspect="auto")
+    ax.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths])
+    ax.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])
+    ax.set_xlabel("tokens")
+    ax.set_ylabel("depth")
 
 
 def _case(row: dict[str, Any]) -> str:
