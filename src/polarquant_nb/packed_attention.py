@@ -87,6 +87,11 @@ class Problem:
     bias: Bias | None
     visible: npt.NDArray[np.int64]
 
+    def __post_init__(self) -> None:
+        # compiled code is called without a look at types and strides
+        for name, kind in (("queries", np.float32), ("visible", np.int64)):
+            object.__setattr__(self, name, np.ascontiguousarray(getattr(self, name), kind))
+
 
 def attend_packed(problem: Problem) -> tuple[FloatArray, FloatArray]:
     """Attention over pages; arguments are not checked.

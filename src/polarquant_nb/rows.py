@@ -41,6 +41,11 @@ class PackedRows:
     lengths: npt.NDArray[np.int64]
     prepared: dict[Any, Any] = field(default_factory=dict, repr=False)
 
+    def __post_init__(self) -> None:
+        # compiled code is called without a look at types and strides
+        for name in ("starts", "lengths"):
+            object.__setattr__(self, name, np.ascontiguousarray(getattr(self, name), np.int64))
+
     @property
     def num_pages(self) -> int:
         """Most pages that a row may have."""

@@ -258,9 +258,7 @@ for _schema, _run, _pretend in (
         lambda q, k, v, mask, width, scale, softcap, is_causal, lse: _results(q, width, lse),
     ),
 ):
-    # flexible_layout: arrays are read in place, whatever their strides
-    _tags = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
-    _name = _LIBRARY.define(_schema, tags=_tags)
+    _name = _LIBRARY.define(_schema, tags=torch.Tag.pt2_compliant_tag)
     _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
     _library.register_fake(f"polarquant_nb::{_name}", _pretend, lib=_LIBRARY)
 
