@@ -133,8 +133,7 @@ class _Side:
         name = kernel.__name__
         if name not in self.bound:
             self.bound[name] = bound(kernel, *arguments)
-        with np.errstate(all="ignore"):  # without the JIT, kernels are NumPy, and would warn
-            self.bound[name](*arguments)
+        self.bound[name](*arguments)
 
 
 def _side(rows: PackedRows, group: int, *, back: bool) -> _Side:
@@ -276,7 +275,7 @@ def _weigh_block(
     factors = np.empty(n, np.float32)
 
     def weigh(first: int, last: int) -> None:
-        with np.errstate(all="ignore"):
+        with np.errstate(all="ignore"):  # without the JIT, kernels are NumPy, and would warn
             attention_cpu.weigh_scores(
                 lanes_program, lanes_program.lanes, block.reshape(-1), stride, start, tokens,
                 problem.softcap, bias.flat, bias.base[where], bias.stride, problem.visible[where],

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import llvmlite.binding as llvm
+import numpy as np
 from numba import njit
 from numba.core import config, types
 from numba.extending import NativeValue, models, register_model, typeof_impl, unbox
@@ -70,7 +71,7 @@ def bound(function: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
     not.
     """
     if config.DISABLE_JIT:
-        return function
+        return np.errstate(all="ignore")(function)  # it is NumPy then, and would warn
     dispatcher: Any = function
     kinds = [dispatcher.typeof_pyval(argument) for argument in arguments]
     signature = tuple(
