@@ -50,7 +50,9 @@ def test_import_alone_loads_neither_numba_nor_scipy():
     assert run_python("-c", code).strip() == "[]"
 
 
-OPTIONAL = ("analysis", "cli", "demo", "demo_output", "evaluate", "models", "plot")
+OPTIONAL = (
+    "analysis", "cli", "demo", "demo_output", "evaluate", "hf", "models", "plot", "torch_ops",
+)  # fmt: skip
 """Modules that may need what is not installed; they are no part of the codec."""
 
 

@@ -1,0 +1,288 @@
+"""PolarCache: a cache of transformers whose layers of full attention stay compressed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from transformers import DynamicCache, PretrainedConfig
+from transformers.cache_utils import DynamicLayer
+
+from polarquant_nb.budgets import DEFAULT_PRESET, preset
+from polarquant_nb.cache import KVCache
+from polarquant_nb.formats import FormatPair
+from polarquant_nb.hf.handle import Counts, untraced
+from polarquant_nb.hf.layer import PolarLayer
+from polarquant_nb.hf.report import CacheReport, LayerReport
+
+__all__ = ["PolarCache"]
+
+
+class PolarCache(DynamicCache):
+    """Keys and values of a model: polar codes where attention is full, stock layers elsewhere.
+
+    Give it to ``generate`` or to a model in place of a ``transformers.DynamicCache``.  After
+    :func:`polarquant_nb.hf.enable`, attention runs on the codes; otherwise they are decoded for
+    every token.  The first prefill attends to exact keys and values.
+
+    Parameters
+    ----------
+    config : transformers.PretrainedConfig
+        Of the model; a nested ``text_config`` is found.
+    formats : str or FormatPair
+        The name of a preset, or a pair of formats.
+    layers : mapping of int to str, FormatPair or None, optional
+        What single layers have instead; None keeps one exact.  Negative indices count from the end.
+    sink, recent, nan
+        See :class:`polarquant_nb.KVCache`.
+
+    Raises
+    ------
+    TypeError
+        If an argument has the wrong type.
+    ValueError
+        If the model is an encoder-decoder, stores compressed latents (MLA), has no layer of full
+        attention or no head_dim, or the formats are for another one.
+
+    Examples
+    --------
+    >>> import polarquant_nb as pq
+    >>> cache = pq.hf.PolarCache(model.config)  # doctest: +SKIP
+    >>> pq.hf.enable(model).generate(**inputs, past_key_values=cache)  # doctest: +SKIP
+    >>> print(cache.report())  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        formats: str | FormatPair = DEFAULT_PRESET,
+        *,
+        layers: Mapping[int, str | FormatPair | None] | None = None,
+        sink: int = 4,
+        recent: int = 64,
+        nan: Literal["raise", "propagate"] = "raise",
+    ) -> None:
+        text = _text_config(config)
+        super().__init__(config=config)
+        self.counts = Counts()
+        chosen = _chosen(formats, layers or {}, len(self.layers))
+        options = {"sink": sink, "recent": recent, "nan": nan}
+        full = [i for i, layer in enumerate(self.layers) if type(layer) is DynamicLayer]
+        if not full:
+            kinds = ", ".join(sorted({type(layer).__name__ for layer in self.layers})) or "none"
+            raise ValueError(
+                f"the model's layers are {kinds}: none is of full attention, which is what a "
+                "PolarCache compresses; use a DynamicCache"
+            )
+        for i in set(range(len(self.layers))) - set(full):
+            if i in (index % len(self.layers) for index in layers or {}) and chosen[i] is not None:
+                raise ValueError(
+                    f"layers names layer {i}, a {type(self.layers[i]).__name__}; those of full "
+                    f"attention can be compressed: {full}"
+                )
+        for i in full:
+            pair = chosen[i]
+            if pair is not None:
+                _check_formats(pair, _head_dims(text, i), options)
+                self.layers[i] = PolarLayer(pair, options, self.counts)
+
+    @property
+    def polar_layers(self) -> dict[int, PolarLayer]:
+        """The layers that are compressed, by index."""
+        return {i: layer for i, layer in enumerate(self.layers) if isinstance(layer, PolarLayer)}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by all layers, everything counted."""
+        return self.report().nbytes
+
+    def copy_from(self, cache: DynamicCache) -> PolarCache:
+        """Hold what an exact cache of the same model holds.
+
+        Parameters
+        ----------
+        cache : transformers.DynamicCache
+            Left as it is.  Padding cannot be told, and becomes tokens that masks hide.
+
+        Returns
+        -------
+        PolarCache
+            This one.
+
+        Raises
+        ------
+        ValueError
+            If this cache is not empty, or the other one has other layers.
+        """
+        if self.get_seq_length() or len(cache.layers) != len(self.layers):
+            raise ValueError(
+                f"this cache has {len(self.layers)} layers and {self.get_seq_length()} tokens, the "
+                f"other one {len(cache.layers)} layers; there must be as many, and no token here"
+            )
+        exact: Any
+        for i, exact in enumerate(cache.layers):
+            layer = self.layers[i]
+            if not isinstance(layer, PolarLayer):
+                self.layers[i] = copy.deepcopy(exact)
+            elif exact.is_initialized:
+                layer.update(exact.keys, exact.values)
+                layer.settle()
+        return self
+
+    def report(self) -> CacheReport:
+        """What the cache holds.
+
+        Returns
+        -------
+        CacheReport
+            Print it for a table.
+        """
+        layers = tuple(_report(layer) for layer in self.layers)
+        counts = self.counts
+        return CacheReport(layers, counts.exact, counts.coded, counts.decoded)
+
+    @untraced
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take new tokens of a layer.
+
+        Parameters
+        ----------
+        key_states, value_states : torch.Tensor, shape ``(batch, num_kv_heads, n, head_dim)``
+            Keys and values.
+        layer_idx : int
+            Which layer.
+        *args, **kwargs : Any
+            What a version of transformers passes on to layers.
+
+        Returns
+        -------
+        keys, values : torch.Tensor
+            All that the layer holds; of a compressed layer, handles.
+
+        Raises
+        ------
+        ValueError
+            If they are those of another batch or model.
+        """
+        if layer_idx >= len(self.layers):
+            raise ValueError(
+                f"a model with a layer {layer_idx} uses a cache made for {len(self.layers)} "
+                "layers: make a PolarCache from its own config"
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def early_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse: what has to have its size from the beginning is a static cache.
+
+        Parameters
+        ----------
+        *args, **kwargs : Any
+            Ignored.
+
+        Raises
+        ------
+        ValueError
+            Always.
+        """
+        raise ValueError(
+            "a PolarCache grows and cannot be static; use a StaticCache for torch.export and the "
+            "like"
+        )
+
+    def __repr__(self) -> str:
+        return f"PolarCache({self.layers})"
+
+
+def _text_config(config: Any) -> Any:
+    if not isinstance(config, PretrainedConfig):
+        raise TypeError(
+            f"config is {type(config).__name__}; it must be a model's configuration: model.config"
+        )
+    if config.is_encoder_decoder:
+        raise ValueError(
+            f"{type(config).__name__} is that of an encoder-decoder; decoder-only models are "
+            "supported"
+        )
+    text = config.get_text_config(decoder=True)
+    if getattr(text, "kv_lora_rank", None):
+        raise ValueError(
+            f"{type(text).__name__} has kv_lora_rank: its model stores latents that are compressed "
+            "already (MLA); models that store keys and values of attention heads are supported"
+        )
+    return text
+
+
+def _chosen(
+    formats: str | FormatPair, layers: Mapping[int, str | FormatPair | None], count: int
+) -> list[str | FormatPair | None]:
+    """Formats of each layer."""
+    for value in (formats, *layers.values()):
+        if not isinstance(value, (str, FormatPair)) and (value is not None or value is formats):
+            raise TypeError(
+                f"formats are {value!r}; they must be the name of a preset or a FormatPair"
+            )
+    chosen: list[str | FormatPair | None] = [formats] * count
+    for index, value in layers.items():
+        if not -count <= index < count:
+            raise ValueError(f"layers names layer {index}; the model has {count}")
+        chosen[index] = value
+    return chosen
+
+
+def _head_dims(text: Any, layer: int) -> tuple[int, int]:
+    """Width of a layer's keys and of its values."""
+    per_layer = getattr(text, "per_layer_config", None)
+    if per_layer is not None:
+        text = per_layer[layer]
+    head_dim = getattr(text, "head_dim", None)
+    if head_dim is None:
+        hidden, heads = (getattr(text, key, None) for key in ("hidden_size", "num_attention_heads"))
+        if not hidden or not heads:
+            raise ValueError(
+                f"{type(text).__name__} has neither head_dim nor hidden_size and "
+                "num_attention_heads, so there is no telling how wide keys are"
+            )
+        head_dim = hidden // heads
+    return head_dim, getattr(text, "v_head_dim", None) or head_dim
+
+
+def _check_formats(
+    pair: str | FormatPair, widths: tuple[int, int], options: dict[str, Any]
+) -> None:
+    if isinstance(pair, str):
+        pair = preset(pair, widths[0], value_head_dim=widths[1])
+    KVCache(pair, **options)
+    if (pair.keys.head_dim, pair.values.head_dim) != widths:
+        raise ValueError(
+            f"the formats are for head_dim {pair.keys.head_dim} of keys and "
+            f"{pair.values.head_dim} of values; the model has {widths[0]} and {widths[1]}"
+        )
+
+
+def _report(layer: Any) -> LayerReport:
+    if isinstance(layer, PolarLayer):
+        cache, formats = layer.cache, layer.formats
+        kind = formats if isinstance(formats, str) else f"{formats.bits_per_value:.2f} bits"
+        if cache is None:
+            return LayerReport(kind, 0, 0, 0)
+        tokens = int(cache.lengths.sum())
+        width = cache.formats.keys.head_dim + cache.formats.values.head_dim
+        return LayerReport(kind, tokens, cache.nbytes, 2 * tokens * cache.num_kv_heads * width)
+    tensors = [x for x in vars(layer).values() if isinstance(x, torch.Tensor) and x.numel() > 1]
+    keys = getattr(layer, "keys", None)
+    tokens = keys.shape[0] * keys.shape[2] if keys is not None and keys.ndim == 4 else 0
+    return LayerReport(
+        type(layer).__name__,
+        tokens,
+        sum(x.nbytes for x in tensors),
+        2 * sum(x.numel() for x in tensors),
+    )
