@@ -7,6 +7,7 @@ import pytest
 from support import NOJIT, exact_attention
 
 import polarquant_nb as pq
+from polarquant_nb import packed_attention
 
 # Shapes are small where the kernels run as plain Python.
 SCALE = 1 if NOJIT else 4
@@ -51,7 +52,8 @@ def test_fused_equals_exact(head_dim, groups, q_len, preset, seq_len):
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_long_rows_are_split_and_merged(threads):
+def test_long_rows_are_split_and_merged(threads, monkeypatch):
+    monkeypatch.setattr(packed_attention, "_PAGES_PER_THREAD", 1)
     before = pq.get_num_threads()
     pq.set_num_threads(threads)
     try:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from support import NOJIT, SMALL, SMALL_OFFSET, exact_attention, gaussian, visible_mask
 
 import polarquant_nb as pq
+from polarquant_nb import packed_attention
 from polarquant_nb.cache_files import to_plain
 from polarquant_nb.layout import PAGE
 
@@ -140,7 +141,8 @@ def test_query_that_sees_nothing_gets_zeros(n):
         assert np.isneginf(lse).all()
 
 
-def test_long_caches_are_split_and_merged():
+def test_long_caches_are_split_and_merged(monkeypatch):
+    monkeypatch.setattr(packed_attention, "_PAGES_PER_THREAD", 1)
     cache = filled(300 if NOJIT else 3000)
     q = gaussian(1, 2 * HEADS, 1, 64, seed=1)
     before = pq.get_num_threads()

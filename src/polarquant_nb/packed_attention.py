@@ -29,6 +29,9 @@ _MAX_GROUP = 8
 _FUSED_QUERIES = 64
 """With more queries to a kv head, decoding pages and multiplying matrices is faster."""
 
+_PAGES_PER_THREAD = 128
+"""Fewest pages that are worth a thread: torch's own threads spin for a while after they worked."""
+
 _WEIGHT_BYTES = 2**20
 """Weights held at a time by the fused path, over all rows."""
 
@@ -162,9 +165,11 @@ def _fused(problem: Problem) -> tuple[FloatArray, FloatArray]:
         visible, base = np.pad(visible, extra), np.pad(base, extra, mode="edge")
     k, v = _side(keys, group, back=False), _side(values, group, back=True)
 
-    shape = group, groups, *_split(keys.num_pages, rows * groups, group)
+    threads = max(1, min(get_num_threads(), rows * groups * keys.num_pages // _PAGES_PER_THREAD))
+    shape = group, groups, *_split(keys.num_pages, rows * groups, group, threads)
     _, _, ranges, range_pages, span_pages = shape
     items = rows * groups * ranges
+    grain = max(1, items // threads)
     S = _scratch("S", items * group * (span_pages * PAGE + 16))
     sums = _scratch("sums", items * group * values.format.head_dim * v.codec.lanes)
     top, totals, factors = np.empty((3, items * group), np.float32)
@@ -184,8 +189,8 @@ def _fused(problem: Problem) -> tuple[FloatArray, FloatArray]:
                 values.lengths, v.tables, span, S, factors, sums, first, last,
             )  # fmt: skip
 
-        run_ranges(weigh, items, 1)
-        run_ranges(add, items, 1)
+        run_ranges(weigh, items, grain)
+        run_ranges(add, items, grain)
     out = np.empty((rows, groups * group, values.format.head_dim), np.float32)
     lse = np.empty((rows, groups * group), np.float32)
     v.run(
@@ -213,7 +218,7 @@ def _no_bias(rows: int, n: int) -> Bias:
     return Bias(np.empty(0, np.float32), np.zeros((rows, n), np.int64), 0)
 
 
-def _split(num_pages: int, rows: int, group: int) -> tuple[int, int, int]:
+def _split(num_pages: int, rows: int, group: int, threads: int) -> tuple[int, int, int]:
     """Ranges of a row, pages of a range, and pages of a span.
 
     There are enough ranges to keep every thread busy, and spans so long that all weights held at a
@@ -221,7 +226,6 @@ def _split(num_pages: int, rows: int, group: int) -> tuple[int, int, int]:
     """
     per_group = GROUP_TOKENS // PAGE
     page_groups = -(-num_pages // per_group)
-    threads = get_num_threads()
     ranges = 1 if threads == 1 else min(page_groups, max(1, -(-2 * threads // rows)))
     range_pages = -(-page_groups // ranges) * per_group
     ranges = -(-num_pages // range_pages)
