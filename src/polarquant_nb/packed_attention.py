@@ -173,24 +173,21 @@ def _fused(problem: Problem) -> tuple[FloatArray, FloatArray]:
     S = _scratch("S", items * group * (span_pages * PAGE + 16))
     sums = _scratch("sums", items * group * values.format.head_dim * v.codec.lanes)
     top, totals, factors = np.empty((3, items * group), np.float32)
-    for span in range(-(-range_pages // span_pages)):
 
-        def weigh(first: int, last: int, span: int = span) -> None:
+    def attend(first: int, last: int) -> None:
+        for span in range(-(-range_pages // span_pages)):
             k.run(
                 attention_cpu.weigh_keys, k.program, k.codec, shape, k.sizes, queries.reshape(-1),
                 keys.words, keys.starts, keys.lengths, k.tables, problem.scale, problem.softcap,
                 bias.flat, base.reshape(-1), bias.stride, visible.reshape(-1), span, S, top, totals,
                 factors, first, last,
             )  # fmt: skip
-
-        def add(first: int, last: int, span: int = span) -> None:
             v.run(
                 attention_cpu.add_values, v.program, shape, v.sizes, values.words, values.starts,
                 values.lengths, v.tables, span, S, factors, sums, first, last,
             )  # fmt: skip
 
-        run_ranges(weigh, items, grain)
-        run_ranges(add, items, grain)
+    run_ranges(attend, items, grain)
     out = np.empty((rows, groups * group, values.format.head_dim), np.float32)
     lse = np.empty((rows, groups * group), np.float32)
     v.run(
