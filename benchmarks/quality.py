@@ -22,10 +22,10 @@ import peers
 import torch
 
 import polarquant_nb as pq
-from polarquant_nb.demo_output import check_writable, write_atomically
 from polarquant_nb.eval_command import Settings, Task, measure, preset_contenders, report
 from polarquant_nb.eval_output import draw_quality, format_result
 from polarquant_nb.needle import Answer
+from polarquant_nb.outputs import check_writable, write_json
 from polarquant_nb.quality import Judgement
 
 NOTE = """\
@@ -66,8 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if unknown:
         names = ", ".join(repr(one.name) for one in ours + others)
         parser.error(f"no contender is called {', '.join(sorted(unknown))}; there are {names}")
-    for path in (options.json, options.png):
-        check_writable(path)
+    check_writable(options.json, options.png)
 
     judgements, answers, before = _read(options.json, settings)
     started = time.perf_counter()
@@ -81,8 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         }
 
     def save() -> None:
-        content = json.dumps(result(), indent=2, ensure_ascii=False).encode() + b"\n"
-        write_atomically(options.json, lambda file: file.write(content))
+        write_json(options.json, result())
 
     measure(task, contenders, judgements, answers, save)
     save()

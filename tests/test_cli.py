@@ -11,7 +11,7 @@ from importlib.util import find_spec
 import pytest
 from language_models import CharacterTokenizer, real_model, tiny_model
 
-from polarquant_nb import demo, demo_output, models
+from polarquant_nb import demo, models, outputs
 from polarquant_nb.budgets import presets
 from polarquant_nb.cli import main
 from polarquant_nb.models import LoadedModel
@@ -168,14 +168,14 @@ def test_an_interrupt_is_no_traceback(capsys, monkeypatch):
 
 def test_files_are_whole_or_not_there(tmp_path):
     path = tmp_path / "file"
-    demo_output.write_atomically(str(path), lambda file: file.write(b"old"))
+    outputs.write_atomically(str(path), lambda file: file.write(b"old"))
 
     def fail(file):
         file.write(b"ne")
         raise RuntimeError
 
     with pytest.raises(RuntimeError):
-        demo_output.write_atomically(str(path), fail)
+        outputs.write_atomically(str(path), fail)
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
 

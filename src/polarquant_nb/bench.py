@@ -7,7 +7,6 @@ model.  Everything is for one layer and a batch of one.
 
 from __future__ import annotations
 
-import json as jsonlib
 import os
 import platform
 import time
@@ -24,9 +23,9 @@ import numpy.typing as npt
 from polarquant_nb.bench_contenders import STAGES, Inputs
 from polarquant_nb.bench_output import draw_speed, format_result
 from polarquant_nb.budgets import preset
-from polarquant_nb.demo_output import check_writable, write_atomically
 from polarquant_nb.formats import FormatPair
 from polarquant_nb.models import require
+from polarquant_nb.outputs import check_writable, write_json
 from polarquant_nb.threads import get_num_threads, set_num_threads
 
 __all__ = ["BenchError", "Row", "alternate", "run"]
@@ -138,9 +137,7 @@ def run(
     threads = get_num_threads() if threads is None else threads
     try:
         formats = {(name, shape): preset(name, shape[2]) for name in presets for shape in shapes}
-        for path in (png, json):
-            if path is not None:
-                check_writable(path)
+        check_writable(png, json)
     except (OSError, ValueError) as error:
         raise BenchError(str(error)) from error
     if "prefill" in only and _blas_threads() > threads:
@@ -179,8 +176,7 @@ def run(
         draw_speed(png, result)
         print(f"Figure: {png}")
     if json is not None:
-        numbers = jsonlib.dumps(result, indent=2, ensure_ascii=False).encode() + b"\n"
-        write_atomically(json, lambda file: file.write(numbers))
+        write_json(json, result)
         print(f"Numbers: {json}")
     return result
 

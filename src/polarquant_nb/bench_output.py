@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from polarquant_nb import plot
-from polarquant_nb.demo_output import write_atomically
+from polarquant_nb.outputs import write_figure
 
 __all__ = ["draw_speed", "format_result"]
 
@@ -71,7 +71,7 @@ def draw_speed(path: str, result: dict[str, Any]) -> None:
     # Not pyplot: the caller's figures and backend are not ours to change.
     figure = Figure(figsize=(9, 1.5 * panels + 0.06 * len(rows)), layout="constrained")
     plot.speed(result, figure.subplots(panels))
-    write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=120))
+    write_figure(path, figure)
 
 
 def _title(row: dict[str, Any]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -10,7 +9,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from polarquant_nb.budgets import preset
-from polarquant_nb.demo_output import check_writable, draw_angles, format_result, write_atomically
+from polarquant_nb.demo_output import draw_angles, format_result
 from polarquant_nb.formats import FormatPair
 from polarquant_nb.models import (
     LoadedModel,
@@ -20,6 +19,7 @@ from polarquant_nb.models import (
     require,
     token_window,
 )
+from polarquant_nb.outputs import check_writable, write_json
 from polarquant_nb.threads import get_num_threads, set_num_threads
 
 __all__ = ["DemoError", "run"]
@@ -78,9 +78,7 @@ def run(
     """
     started = time.perf_counter()
     try:
-        for path in (png, json):
-            if path is not None:
-                check_writable(path)
+        check_writable(png, json)
     except OSError as error:
         raise DemoError(str(error)) from error
     require("torch", "transformers", "matplotlib", "tqdm")
@@ -126,8 +124,7 @@ def run(
     }
     print(f"\n{format_result(result)}\nFigure: {png}")
     if json is not None:
-        numbers = jsonlib.dumps(result, indent=2, ensure_ascii=False).encode() + b"\n"
-        write_atomically(json, lambda file: file.write(numbers))
+        write_json(json, result)
         print(f"Numbers: {json}")
     return result
 

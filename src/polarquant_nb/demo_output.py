@@ -1,18 +1,15 @@
-"""What the demo leaves behind: tables, the figure, and files that are complete or not there."""
+"""What the demo leaves behind: tables and the figure."""
 
 from __future__ import annotations
 
-import os
-import tempfile
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from polarquant_nb import analysis, plot
 from polarquant_nb.formats import PolarFormat, full_depth
 from polarquant_nb.layout import PAGE
+from polarquant_nb.outputs import write_figure
 
-__all__ = ["check_writable", "draw_angles", "format_result", "write_atomically"]
+__all__ = ["draw_angles", "format_result"]
 
 _LINE = "{:9} {:>6} {:>7} {:>6} {:>17} {:>8} {:>11} {:>16}"
 _HEAD = ("preset", "bits", "MiB", "ratio", "KL (nats)", "top-1", "perplexity", "encode tokens/s")
@@ -108,50 +105,7 @@ def draw_angles(path: str, keys: Any, layer: int, seed: int) -> None:
         f"Angles of the keys of layer {layer}: as they are, after the rotation, and after taking "
         f"off the mean of each page of {PAGE} tokens"
     )
-    write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=120))
-
-
-def check_writable(path: str) -> None:
-    """Find out whether a file can be written, without touching it.
-
-    Parameters
-    ----------
-    path : str
-        File that may or may not exist.
-
-    Raises
-    ------
-    OSError
-        If it is a directory, or its directory is not there or not writable.
-    """
-    if Path(path).is_dir():
-        raise IsADirectoryError(f"cannot write {path}: it is a directory")
-    try:
-        with tempfile.TemporaryFile(dir=Path(path).parent):
-            pass
-    except OSError as error:
-        raise type(error)(f"cannot write {path}: {error.strerror or error}") from error
-
-
-def write_atomically(path: str, write: Callable[[Any], object]) -> None:
-    """Write beside the target, then rename: readers see the old file or the whole new one.
-
-    Parameters
-    ----------
-    path : str
-        Target.
-    write : callable
-        Takes a file opened for binary writing.
-    """
-    handle, part = tempfile.mkstemp(prefix=f".{Path(path).name}-", dir=Path(path).parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            write(file)
-        os.chmod(part, 0o644)  # mkstemp's files are for their owner alone
-        os.replace(part, path)
-    except BaseException:
-        os.unlink(part)
-        raise
+    write_figure(path, figure)
 
 
 def _table_line(row: dict[str, Any]) -> str:

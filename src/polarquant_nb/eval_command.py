@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +15,6 @@ from typing import Any
 
 from polarquant_nb.attention_error import record_attention
 from polarquant_nb.contenders import Contender, compress
-from polarquant_nb.demo_output import check_writable, write_atomically
 from polarquant_nb.eval_output import draw_quality, format_result
 from polarquant_nb.evaluate import prefill, score
 from polarquant_nb.models import (
@@ -28,6 +26,7 @@ from polarquant_nb.models import (
     token_windows,
 )
 from polarquant_nb.needle import Answer, Needle, hide, search, tally
+from polarquant_nb.outputs import check_writable, write_json
 from polarquant_nb.quality import Judgement, judge, summarise
 from polarquant_nb.threads import get_num_threads, set_num_threads
 
@@ -315,9 +314,7 @@ def run(
     started = time.perf_counter()
     chosen = Settings(**settings)
     try:
-        for path in (png, json):
-            if path is not None:
-                check_writable(path)
+        check_writable(png, json)
     except OSError as error:
         raise EvalError(str(error)) from error
     require("torch", "transformers", "tqdm", *(["matplotlib"] if png else []))
@@ -340,8 +337,7 @@ def run(
         draw_quality(png, result)
         print(f"Figure: {png}")
     if json is not None:
-        numbers = jsonlib.dumps(result, indent=2, ensure_ascii=False).encode() + b"\n"
-        write_atomically(json, lambda file: file.write(numbers))
+        write_json(json, result)
         print(f"Numbers: {json}")
     return result
 

@@ -6,7 +6,7 @@ from math import ceil
 from typing import Any
 
 from polarquant_nb import plot
-from polarquant_nb.demo_output import write_atomically
+from polarquant_nb.outputs import write_figure
 
 __all__ = ["draw_quality", "format_result"]
 
@@ -93,7 +93,7 @@ def draw_quality(path: str, result: dict[str, Any]) -> None:
         plot.needle(result, axes[:panels])
         for ax in axes[panels:]:
             ax.set_axis_off()
-    write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=120))
+    write_figure(path, figure)
 
 
 def _table_line(row: dict[str, Any], width: int) -> str:

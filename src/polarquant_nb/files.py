@@ -9,10 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import secrets
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
 
 import numpy.typing as npt
@@ -20,6 +18,7 @@ import numpy.typing as npt
 from polarquant_nb.arrays import DTYPES, ArrayKind
 from polarquant_nb.codebooks import Codebooks
 from polarquant_nb.formats import PolarFormat
+from polarquant_nb.outputs import write_atomically
 from polarquant_nb.rotations import rotation_for
 
 __all__ = ["format_record", "read_file", "read_format", "read_kind", "reading", "write_file"]
@@ -33,7 +32,7 @@ Tensors = Mapping[str, npt.NDArray[Any]]
 def write_file(
     path: str | os.PathLike[str], what: str, content: Mapping[str, Any], tensors: Tensors
 ) -> None:
-    """Write a file whole, or not at all: under another name first, which then becomes ``path``.
+    """Write a file whole, or not at all.
 
     Parameters
     ----------
@@ -49,19 +48,8 @@ def write_file(
     from polarquant_nb import __version__
 
     header = {"what": what, "version": _VERSION, "package": __version__, **content}
-    final = Path(path)
-    temporary = final.with_name(f".{final.name}.{secrets.token_hex(4)}.tmp")
     save = _safetensors().numpy.save
-    try:
-        with open(temporary, "xb") as file:
-            file.write(save(dict(tensors), {_KEY: json.dumps(header)}))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, final)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
+    write_atomically(path, lambda file: file.write(save(dict(tensors), {_KEY: json.dumps(header)})))
 
 
 def read_file(
