@@ -26,7 +26,7 @@ from polarquant_nb.budgets import preset
 from polarquant_nb.formats import FormatPair
 from polarquant_nb.models import require
 from polarquant_nb.outputs import check_writable, write_json
-from polarquant_nb.threads import get_num_threads, set_num_threads
+from polarquant_nb.threads import get_num_threads, set_num_threads, threads_by_environment
 
 __all__ = ["BenchError", "Row", "alternate", "run"]
 
@@ -287,13 +287,7 @@ def _progress(total: int) -> Iterator[Callable[[], object]]:
 
 def _blas_threads() -> int:
     """Threads of NumPy's matrix products, which nothing in NumPy tells or sets."""
-    for name in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"):
-        value = os.environ.get(name, "")
-        if value.isdecimal() and int(value) > 0:
-            return int(value)
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return threads_by_environment("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
 
 
 def _load_average() -> float | None:

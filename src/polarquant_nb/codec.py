@@ -163,12 +163,11 @@ def encode_into(
 
     def encode_range(first: int, last: int) -> None:
         here = np.zeros(2, np.int64)
-        with np.errstate(all="ignore"):  # without the JIT, kernels are NumPy, and would warn
-            cpu.encode_pages(
-                program, shape, source.flat, _element_kind(source.kind), _direct(source),
-                source.bases, source.strides, source.shape[-2], (*rotation, thresholds), words,
-                starts, frozen, first, last, here,
-            )  # fmt: skip
+        cpu.encode_pages(
+            program, shape, source.flat, _element_kind(source.kind), _direct(source), source.bases,
+            source.strides, source.shape[-2], (*rotation, thresholds), words, starts, frozen, first,
+            last, here,
+        )  # fmt: skip
         events.append(here)
 
     run_ranges(encode_range, starts.size, _PAGES_PER_THREAD)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
-from importlib import import_module
 from typing import Any
 
 from polarquant_nb.budgets import DEFAULT_PRESET
-from polarquant_nb.models import load_model, load_text, require
+from polarquant_nb.models import announce_loading, load_model, load_text, require
 from polarquant_nb.threads import get_num_threads, set_num_threads
 
 __all__ = ["GenerateError", "run"]
@@ -64,10 +63,7 @@ def run(
     if threads is not None:
         set_num_threads(threads)
     torch.set_num_threads(get_num_threads())
-    print("Loading the model; the first time it is converted, in half a minute", file=sys.stderr)
-    logging = import_module("transformers.utils.logging")
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    announce_loading()
     loaded = load_model(model)
     ids = torch.tensor([loaded.tokenizer(prompt, verbose=False)["input_ids"]], dtype=torch.long)
     _check_length(ids.shape[1], max_new_tokens, loaded.model.config)

@@ -248,8 +248,8 @@ def _by_page_groups(problem: Problem) -> tuple[FloatArray, FloatArray]:
         length = min(int(problem.keys.lengths[row]), int(problem.visible[row].max()))
         for start in range(0, length, _PREFILL_TOKENS):
             stop = min(start + _PREFILL_TOKENS, length)
-            k = _decoded(problem.keys.row(row), start, stop)
-            v = _decoded(problem.values.row(row), start, stop)
+            k = _decoded(problem.keys.part(slice(row, row + 1)), start, stop)
+            v = _decoded(problem.values.part(slice(row, row + 1)), start, stop)
             for first in range(0, n, _PREFILL_QUERIES):
                 here = slice(first, min(first + _PREFILL_QUERIES, n))
                 weights, factors = _weigh_block(
@@ -276,12 +276,11 @@ def _weigh_block(
     factors = np.empty(n, np.float32)
 
     def weigh(first: int, last: int) -> None:
-        with np.errstate(all="ignore"):  # without the JIT, kernels are NumPy, and would warn
-            attention_cpu.weigh_scores(
-                lanes_program, lanes_program.lanes, block.reshape(-1), stride, start, tokens,
-                problem.softcap, bias.flat, bias.base[where], bias.stride, problem.visible[where],
-                start == 0, top[where], totals[where], factors, first, last,
-            )  # fmt: skip
+        attention_cpu.weigh_scores(
+            lanes_program, lanes_program.lanes, block.reshape(-1), stride, start, tokens,
+            problem.softcap, bias.flat, bias.base[where], bias.stride, problem.visible[where],
+            start == 0, top[where], totals[where], factors, first, last,
+        )  # fmt: skip
 
     run_ranges(weigh, n, 16)
     return block[:, :tokens], factors

@@ -208,11 +208,7 @@ class PageTable:
         batch, length = len(self.lengths[rows]), self.lengths[rows][0]
         x = np.empty((batch, self.num_kv_heads, length, self.format.head_dim), element_dtype(kind))
         heads = slice(rows.start * self.num_kv_heads, rows.stop * self.num_kv_heads)
-        whole = self.rows
-        part = PackedRows(
-            self.format, self.codebooks, whole.words, whole.starts[heads], whole.lengths[heads]
-        )
-        decode_rows(part, 0, length, x.reshape(-1), kind)
+        decode_rows(self.rows.part(heads), 0, length, x.reshape(-1), kind)
         return x
 
     def to_arrays(self) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:

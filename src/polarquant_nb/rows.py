@@ -51,9 +51,8 @@ class PackedRows:
         """Most pages that a row may have."""
         return self.starts.shape[1]
 
-    def row(self, i: int) -> PackedRows:
-        """Row ``i`` alone."""
-        part = slice(i, i + 1)
+    def part(self, rows: slice) -> PackedRows:
+        """Some of the rows."""
         return PackedRows(
-            self.format, self.codebooks, self.words, self.starts[part], self.lengths[part]
+            self.format, self.codebooks, self.words, self.starts[rows], self.lengths[rows]
         )

@@ -15,7 +15,7 @@ from itertools import pairwise
 from threading import Lock
 from typing import SupportsIndex
 
-__all__ = ["get_num_threads", "run_ranges", "set_num_threads"]
+__all__ = ["get_num_threads", "run_ranges", "set_num_threads", "threads_by_environment"]
 
 _lock = Lock()
 _pool: ThreadPoolExecutor | None = None
@@ -37,7 +37,23 @@ def get_num_threads() -> int:
 
 @cache
 def _default_num_threads() -> int:
-    for name in ("POLARQUANT_NUM_THREADS", "OMP_NUM_THREADS"):
+    return threads_by_environment("POLARQUANT_NUM_THREADS", "OMP_NUM_THREADS")
+
+
+def threads_by_environment(*names: str) -> int:
+    """Threads that environment variables ask for.
+
+    Parameters
+    ----------
+    *names : str
+        Variables; the first that holds a positive integer counts.
+
+    Returns
+    -------
+    int
+        If there is none, the number of CPUs that this process may run on.
+    """
+    for name in names:
         value = os.environ.get(name, "")
         if value.isdecimal() and int(value) > 0:
             return int(value)

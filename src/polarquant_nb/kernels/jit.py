@@ -26,13 +26,14 @@ ISA = Literal["avx512", "avx2", "portable"]
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """``njit`` without the GIL, cached on disk where a cache directory can be written."""
+    if config.DISABLE_JIT:  # it is NumPy then, and would warn
+        return np.errstate(all="ignore")(function)
     options = {"nogil": True, "boundscheck": False, "error_model": "numpy"}
     try:
         dispatcher = njit(cache=True, **options)(function)
     except RuntimeError:  # no writable directory: compile once per process
         return njit(**options)(function)
-    if not config.DISABLE_JIT:
-        _name_cache_files_by_content(dispatcher)
+    _name_cache_files_by_content(dispatcher)
     return dispatcher
 
 
@@ -71,7 +72,7 @@ def bound(function: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
     not.
     """
     if config.DISABLE_JIT:
-        return np.errstate(all="ignore")(function)  # it is NumPy then, and would warn
+        return function
     dispatcher: Any = function
     kinds = [dispatcher.typeof_pyval(argument) for argument in arguments]
     signature = tuple(
