@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from polarquant_nb.codec import decode, encode
     from polarquant_nb.formats import FormatPair, PolarFormat
     from polarquant_nb.pages import PolarPages
+    from polarquant_nb.preconditioning import Preconditioner, RotaryBias, key_scales
     from polarquant_nb.threads import get_num_threads, set_num_threads
     from polarquant_nb.warming import warmup
 
@@ -26,6 +27,8 @@ __all__ = [
     "KVCache",
     "PolarFormat",
     "PolarPages",
+    "Preconditioner",
+    "RotaryBias",
     "analysis",
     "attention",
     "decode",
@@ -33,6 +36,7 @@ __all__ = [
     "evaluate",
     "get_num_threads",
     "hf",
+    "key_scales",
     "plot",
     "preset",
     "presets",
@@ -46,10 +50,13 @@ _HOME = {
     "KVCache": "cache",
     "PolarFormat": "formats",
     "PolarPages": "pages",
+    "Preconditioner": "preconditioning",
+    "RotaryBias": "preconditioning",
     "attention": "attend",
     "decode": "codec",
     "encode": "codec",
     "get_num_threads": "threads",
+    "key_scales": "preconditioning",
     "preset": "budgets",
     "presets": "budgets",
     "set_num_threads": "threads",

@@ -106,6 +106,8 @@ def _check_pages(keys: Any, values: Any) -> None:
                 f"{name} has shape {pages.shape}; it must be (batch, num_kv_heads, seq_len, "
                 "head_dim)"
             )
+    if values.rows.rotary_bias is not None:
+        raise ValueError("v_pages have a preconditioner with a rotary bias; only keys can have one")
     if keys.shape[:3] != values.shape[:3]:
         raise ValueError(
             f"k_pages has shape {keys.shape} and v_pages {values.shape}; batch, num_kv_heads and "

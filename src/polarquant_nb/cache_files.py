@@ -13,9 +13,11 @@ from polarquant_nb.arrays import element_dtype
 from polarquant_nb.cache_state import CacheState, Settings
 from polarquant_nb.files import (
     format_record,
+    preconditioner_record,
     read_file,
     read_format,
     read_kind,
+    read_preconditioner,
     reading,
     write_file,
 )
@@ -41,15 +43,17 @@ def save_cache(path: str | os.PathLike[str], settings: Settings, state: CacheSta
         What it holds, if anything.
     """
     numbers, arrays = to_plain(state)
+    record, own_arrays = preconditioner_record(settings.preconditioner)
     header = {
         "key_format": format_record(settings.formats.keys, settings.codebooks[0]),
         "value_format": format_record(settings.formats.values, settings.codebooks[1]),
         "sink": settings.sink,
         "recent": settings.recent,
         "nan": settings.nan,
+        "preconditioner": record,
         "numbers": numbers,
     }
-    write_file(path, "cache", header, arrays)
+    write_file(path, "cache", header, {**arrays, **own_arrays})
 
 
 def load_cache(
@@ -83,7 +87,7 @@ def load_cache(
             raise ValueError(f"it has {formats}, not {expected}")
         settings = Settings(
             formats, (key_codebooks, value_codebooks), header["sink"], header["recent"],
-            header["nan"],
+            header["nan"], read_preconditioner(header["preconditioner"], arrays),
         )  # fmt: skip
         return settings, from_plain(settings, header["numbers"], arrays)
 

@@ -13,6 +13,8 @@ from polarquant_nb.arrays import ArrayKind, new_array
 from polarquant_nb.codebooks import Codebooks
 from polarquant_nb.formats import FormatPair, integer
 from polarquant_nb.layout import PAGE
+from polarquant_nb.preconditioning import Preconditioner
+from polarquant_nb.storable import MAX_NORM
 from polarquant_nb.token_store import Placement, TokenStore
 
 __all__ = ["CacheState", "Settings", "runs"]
@@ -34,14 +36,16 @@ class Settings:
         First and last tokens that stay exact.
     nan : {'raise', 'propagate'}
         What to do with vectors that cannot be stored.
+    preconditioner : Preconditioner, optional
+        Of the keys.
 
     Raises
     ------
     TypeError
         If an argument has the wrong type.
     ValueError
-        If sink or recent is negative, nan is another word, or codebooks do not have the bits of
-        their format.
+        If sink or recent is negative, nan is another word, codebooks do not have the bits of their
+        format, or the preconditioner is for other keys.
     """
 
     formats: FormatPair
@@ -49,6 +53,7 @@ class Settings:
     sink: int
     recent: int
     nan: Literal["raise", "propagate"]
+    preconditioner: Preconditioner | None = None
 
     def __post_init__(self) -> None:
         for name in ("sink", "recent"):
@@ -68,6 +73,17 @@ class Settings:
                     f"{side}_codebooks have {codebooks.level_bits} bits by level; the format has "
                     f"{fmt.level_bits}"
                 )
+        if self.preconditioner is not None:
+            if not isinstance(self.preconditioner, Preconditioner):
+                raise TypeError(
+                    f"preconditioner is {self.preconditioner!r}; it must be a Preconditioner"
+                )
+            self.preconditioner.check(self.formats.keys, ("batch", "num_kv_heads"))
+
+    @property
+    def longest_key(self) -> float:
+        """Largest norm of a key that can be stored."""
+        return MAX_NORM if self.preconditioner is None else self.preconditioner.longest
 
     @property
     def capacity(self) -> int:
@@ -112,11 +128,18 @@ class CacheState:
         CacheState
             With buffers of its own.
         """
-        formats = settings.formats.keys, settings.formats.values
+        formats, preconditioner = settings.formats, settings.preconditioner
+        if preconditioner is not None:
+            preconditioner.check(formats.keys, (batch, num_kv_heads))
         keys, values = (
-            TokenStore.empty(kind, fmt, codebooks, batch, num_kv_heads, settings.capacity)
-            for fmt, codebooks in zip(formats, settings.codebooks, strict=True)
-        )
+            TokenStore.empty(
+                kind, fmt, codebooks, batch, num_kv_heads, settings.capacity, before, settings.sink
+            )
+            for fmt, codebooks, before in zip(
+                (formats.keys, formats.values), settings.codebooks, (preconditioner, None),
+                strict=True,
+            )
+        )  # fmt: skip
         return CacheState(settings, keys, values, (0,) * batch)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal, SupportsIndex
 
@@ -12,17 +13,19 @@ import numpy.typing as npt
 from polarquant_nb.arrays import (
     ArrayKind,
     StridedBuffer,
+    from_float32,
     new_array,
     open_elements,
     strided,
     widen,
 )
 from polarquant_nb.codebooks import Codebooks
-from polarquant_nb.formats import FormatPair, PolarFormat
+from polarquant_nb.formats import FormatPair, PolarFormat, integer
 from polarquant_nb.kernels import cpu
 from polarquant_nb.kernels.jit import Program, cpu_isa
 from polarquant_nb.layout import PAGE
 from polarquant_nb.pages import PolarPages
+from polarquant_nb.preconditioning import Preconditioner, row_signs
 from polarquant_nb.rotations import rotation_for
 from polarquant_nb.rows import PackedRows
 from polarquant_nb.storable import nonfinite_message, too_long_message
@@ -42,6 +45,8 @@ def encode(
     fmt: PolarFormat,
     *,
     codebooks: Codebooks | Literal["online"] | None = None,
+    preconditioner: Preconditioner | None = None,
+    first_position: int = 0,
     nan: Literal["raise", "propagate"] = "raise",
 ) -> PolarPages:
     """Compress vectors: rotate, turn into a tree of angles and radii, store short codes.
@@ -56,6 +61,11 @@ def encode(
     codebooks : Codebooks or 'online', optional
         Fitted codebooks instead of the analytic ones: made beforehand by
         :meth:`Codebooks.fit <polarquant_nb.Codebooks.fit>`, or with ``'online'`` fitted to this x.
+    preconditioner : Preconditioner, optional
+        Key scales and rotary bias, which pages then carry and :func:`attention` and
+        :func:`decode` undo.
+    first_position : int
+        Position of the first token; a rotary bias depends on it.
     nan : {'raise', 'propagate'}
         What to do with rows that hold NaN or inf, or whose radius float16 cannot hold (65504):
         raise, naming the first; or go on.  Then the former decode to NaN and stay out of the page
@@ -70,10 +80,10 @@ def encode(
     Raises
     ------
     TypeError
-        If ``x`` is no float array on the CPU, or ``fmt`` no PolarFormat.
+        If ``x`` is no float array on the CPU, or another argument has the wrong type.
     ValueError
         If the last axis is not ``fmt.head_dim`` long, the codebooks do not have the format's bits,
-        or (with ``nan="raise"``) a row cannot be stored.
+        the preconditioner does not fit, or (with ``nan="raise"``) a row cannot be stored.
 
     References
     ----------
@@ -110,19 +120,27 @@ def encode(
         raise ValueError(
             f"codebooks have {codebooks.level_bits} bits by level; the format has {fmt.level_bits}"
         )
+    first_position = integer("first_position", first_position)
+    given, given_kind = elements, kind
+    if preconditioner is not None:
+        if not isinstance(preconditioner, Preconditioner):
+            raise TypeError(f"preconditioner is {preconditioner!r}; it must be a Preconditioner")
+        preconditioner.check(fmt, leading)
+        elements, kind = preconditioner.subtract_bias(elements, kind, first_position)
     num_pages, page_words = -(-seq_len // PAGE), fmt.layout.num_words
     words = np.empty((*leading, num_pages, page_words), np.uint32)
     starts = np.arange(words.size // page_words) * page_words
     nonfinite, saturated = encode_into(
-        strided(elements, kind), fmt, codebooks, words.reshape(-1), starts
+        strided(elements, kind), fmt, codebooks, words.reshape(-1), starts, preconditioner
     )
     if nan == "raise" and nonfinite:
-        raise ValueError(_describe_nonfinite(elements, kind))
+        raise ValueError(_describe_nonfinite(given, given_kind))
     if nan == "raise" and saturated:
-        raise ValueError(_describe_saturated(elements, kind, words, fmt))
+        raise ValueError(_describe_saturated(given, given_kind, words, fmt))
     return PolarPages(
-        fmt, words, seq_len, codebooks, kind,
+        fmt, words, seq_len, codebooks, given_kind,
         num_nonfinite=nonfinite, num_saturated=saturated,
+        preconditioner=preconditioner, first_position=first_position,
     )  # fmt: skip
 
 
@@ -132,6 +150,7 @@ def encode_into(
     codebooks: Codebooks,
     words: npt.NDArray[np.uint32],
     starts: npt.NDArray[np.int64],
+    preconditioner: Preconditioner | None = None,
     *,
     frozen: bool = False,
 ) -> tuple[int, int]:
@@ -149,6 +168,8 @@ def encode_into(
         Memory that holds the pages.
     starts : 1-d array of int64
         Each page's first word, rows after one another.
+    preconditioner : Preconditioner, optional
+        Its scales are used; its bias is subtracted already.
     frozen : bool
         The pages are whole and hold their offsets already; those are kept.
 
@@ -157,16 +178,17 @@ def encode_into(
     int, int
         Rows that are not finite, and rows whose radius is beyond float16.
     """
-    program, shape, rotation, _ = prepared(fmt, codebooks.is_analytic)
+    program, shape, (_, *rotation), _ = prepared(fmt, codebooks.is_analytic)
+    signs = row_signs(fmt, preconditioner, inverse=False)
     thresholds = np.empty(0, np.float32) if codebooks.is_analytic else codebooks.thresholds()
+    tables = (signs, *rotation, thresholds)
     events: list[npt.NDArray[np.int64]] = []  # per range: rows not finite, rows saturated
 
     def encode_range(first: int, last: int) -> None:
         here = np.zeros(2, np.int64)
         cpu.encode_pages(
             program, shape, source.flat, _element_kind(source.kind), _direct(source), source.bases,
-            source.strides, source.shape[-2], (*rotation, thresholds), words, starts, frozen, first,
-            last, here,
+            source.strides, source.shape[-2], tables, words, starts, frozen, first, last, here,
         )  # fmt: skip
         events.append(here)
 
@@ -239,9 +261,12 @@ def decode_rows(
     """
     if flat.size == 0:
         return
+    if rows.rotary_bias is not None:
+        _decode_with_bias(rows, start, stop, flat, kind)
+        return
     in_place = flat if flat.dtype == np.float32 else np.empty(0, np.float32)
-    program, shape, _, rotation = prepared(rows.format, rows.codebooks.is_analytic)
-    tables = (*rotation, rows.codebooks.cosines)
+    program, shape, _, (_, *rotation) = prepared(rows.format, rows.codebooks.is_analytic)
+    tables = (rows.inverse_signs, *rotation, rows.codebooks.cosines)
 
     def decode_range(first: int, last: int) -> None:
         cpu.decode_pages(
@@ -251,6 +276,21 @@ def decode_rows(
 
     touched = -(-stop // PAGE) - start // PAGE
     run_ranges(decode_range, len(rows.starts) * touched, _PAGES_PER_THREAD)
+
+
+def _decode_with_bias(
+    rows: PackedRows, start: int, stop: int, flat: npt.NDArray[Any], kind: ArrayKind
+) -> None:
+    """Row by row in float32, as the sum is what is to be rounded."""
+    for row, target in enumerate(flat.reshape(len(rows.starts), stop - start, -1)):
+        x = np.empty(target.shape, np.float32)
+        alone = rows.part(slice(row, row + 1))
+        assert alone.preconditioner is not None
+        assert alone.preconditioner.bias is not None
+        turned = alone.preconditioner.bias.at(rows.first_position + start, stop - start)
+        plain = replace(alone, preconditioner=alone.preconditioner.without_bias)
+        decode_rows(plain, start, stop, x.reshape(-1), ArrayKind("numpy", "float32"))
+        target[:] = open_elements(from_float32(x + turned[0], kind))[0]
 
 
 def kernel_shape(fmt: PolarFormat, lanes: int) -> Shape:

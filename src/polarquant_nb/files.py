@@ -19,9 +19,19 @@ from polarquant_nb.arrays import DTYPES, ArrayKind
 from polarquant_nb.codebooks import Codebooks
 from polarquant_nb.formats import PolarFormat
 from polarquant_nb.outputs import write_atomically
+from polarquant_nb.preconditioning import Preconditioner, RotaryBias
 from polarquant_nb.rotations import rotation_for
 
-__all__ = ["format_record", "read_file", "read_format", "read_kind", "reading", "write_file"]
+__all__ = [
+    "format_record",
+    "preconditioner_record",
+    "read_file",
+    "read_format",
+    "read_kind",
+    "read_preconditioner",
+    "reading",
+    "write_file",
+]
 
 _VERSION = 1
 _KEY = "polarquant_nb"
@@ -160,6 +170,62 @@ def read_format(record: dict[str, Any]) -> tuple[PolarFormat, Codebooks]:
                 f"package makes {made}"
             )
     return fmt, codebooks
+
+
+def preconditioner_record(
+    preconditioner: Preconditioner | None,
+) -> tuple[dict[str, Any] | None, dict[str, npt.NDArray[Any]]]:
+    """A preconditioner, for files and pickles.
+
+    Parameters
+    ----------
+    preconditioner : Preconditioner, optional
+        None gives nothing.
+
+    Returns
+    -------
+    record : dict or None
+        Can be written as JSON.
+    arrays : dict of str to ndarray
+        Scales and bias, where there are any.
+    """
+    if preconditioner is None:
+        return None, {}
+    arrays: dict[str, npt.NDArray[Any]] = {}
+    if preconditioner.scales is not None:
+        arrays["preconditioner.scales"] = preconditioner.scales
+    bias = preconditioner.bias
+    if bias is None:
+        return {"interleaved": None}, arrays
+    arrays |= {"preconditioner.bias": bias.vectors, "preconditioner.inv_freq": bias.inv_freq}
+    return {"interleaved": bias.interleaved}, arrays
+
+
+def read_preconditioner(record: Mapping[str, Any] | None, arrays: Tensors) -> Preconditioner | None:
+    """What :func:`preconditioner_record` was given.
+
+    Parameters
+    ----------
+    record, arrays
+        From there; arrays may hold others too.
+
+    Returns
+    -------
+    Preconditioner or None
+        With equal numbers.
+
+    Raises
+    ------
+    ValueError, TypeError, KeyError
+        If they contradict each other.
+    """
+    if record is None:
+        return None
+    bias = None
+    if record["interleaved"] is not None:
+        vectors, inv_freq = (arrays[f"preconditioner.{part}"] for part in ("bias", "inv_freq"))
+        bias = RotaryBias(vectors, inv_freq, record["interleaved"])
+    return Preconditioner(arrays.get("preconditioner.scales"), bias)
 
 
 def read_kind(record: dict[str, str]) -> ArrayKind:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -18,6 +18,7 @@ from polarquant_nb.kernels.attention_cpu import LOG2_E
 from polarquant_nb.kernels.attention_stages import GROUP_TOKENS
 from polarquant_nb.kernels.jit import GroupProgram, Program, bound, cpu_isa
 from polarquant_nb.layout import PAGE
+from polarquant_nb.preconditioning import RotaryBias
 from polarquant_nb.rows import PackedRows
 from polarquant_nb.threads import get_num_threads, run_ranges
 
@@ -73,7 +74,7 @@ class Problem:
     queries : array of float32, shape ``(rows, n, head_dim)``
         Queries of all heads and positions that share a kv head.
     keys, values : PackedRows
-        Of equal lengths.
+        Of equal lengths; values without a bias.
     scale, softcap : float
         Of the logits; no softcap if 0.
     bias : Bias, optional
@@ -115,7 +116,29 @@ def attend_packed(problem: Problem) -> tuple[FloatArray, FloatArray]:
     if rows * n == 0 or problem.keys.num_pages == 0:
         out = np.zeros((rows, n, problem.values.format.head_dim), np.float32)
         return out, np.full((rows, n), -np.inf, np.float32)
-    return _fused(problem) if n <= _FUSED_QUERIES else _by_page_groups(problem)
+    rotary = problem.keys.rotary_bias
+    # decoded keys have their bias again, to which a soft cap applies as to all of the logit
+    if n > _FUSED_QUERIES or (rotary is not None and problem.softcap):
+        return _by_page_groups(problem)
+    if rotary is not None:
+        problem = replace(problem, bias=_with_rotary(problem, rotary))
+    return _fused(problem)
+
+
+def _with_rotary(problem: Problem, rotary: RotaryBias) -> Bias:
+    """The logits of the keys' bias, and what is added to logits anyway."""
+    keys = problem.keys
+    rows, n, _ = problem.queries.shape
+    count = int(keys.lengths.max())
+    logits = rotary.logits(problem.queries, keys.first_position, count)
+    logits *= np.float32(problem.scale)
+    if problem.bias is not None:
+        at = np.arange(count) * problem.bias.stride
+        for row, length in enumerate(keys.lengths):
+            logits[row, :, :length] += problem.bias.flat[
+                problem.bias.base[row][:, None] + at[:length]
+            ]
+    return Bias(logits.reshape(-1), np.arange(rows * n).reshape(rows, n) * count, 1)
 
 
 # ---- few queries: fused --------------------------------------------------------------------------
@@ -128,7 +151,7 @@ class _Side:
     program: GroupProgram
     codec: Program
     sizes: Shape
-    tables: Factors
+    tables: Factors  # but for the signs, which depend on the rows
     bound: dict[str, Callable[..., Any]]
 
     def run(self, kernel: Callable[..., Any], *arguments: Any) -> None:
@@ -143,9 +166,10 @@ def _side(rows: PackedRows, group: int, *, back: bool) -> _Side:
     key = group, back
     if key not in rows.prepared:
         codec, sizes, *rotations = prepared(rows.format, rows.codebooks.is_analytic)
+        _, *rotation = rotations[back]
         program = codec.for_queries(group)
         pairs = rows.codebooks.half_circle_cosines if program.folded else rows.codebooks.cosines
-        tables = (*rotations[back], rows.codebooks.cosines, pairs)
+        tables = (*rotation, rows.codebooks.cosines, pairs)
         rows.prepared[key] = _Side(program, codec, sizes, tables, {})
     side: _Side = rows.prepared[key]
     return side
@@ -164,6 +188,7 @@ def _fused(problem: Problem) -> tuple[FloatArray, FloatArray]:
         # the queries that fill the group up see nothing, but their bias is read
         visible, base = np.pad(visible, extra), np.pad(base, extra, mode="edge")
     k, v = _side(keys, group, back=False), _side(values, group, back=True)
+    k_tables, v_tables = (keys.inverse_signs, *k.tables), (values.inverse_signs, *v.tables)
 
     threads = max(1, min(get_num_threads(), rows * groups * keys.num_pages // _PAGES_PER_THREAD))
     shape = group, groups, *_split(keys.num_pages, rows * groups, group, threads)
@@ -178,20 +203,20 @@ def _fused(problem: Problem) -> tuple[FloatArray, FloatArray]:
         for span in range(-(-range_pages // span_pages)):
             k.run(
                 attention_cpu.weigh_keys, k.program, k.codec, shape, k.sizes, queries.reshape(-1),
-                keys.words, keys.starts, keys.lengths, k.tables, problem.scale, problem.softcap,
+                keys.words, keys.starts, keys.lengths, k_tables, problem.scale, problem.softcap,
                 bias.flat, base.reshape(-1), bias.stride, visible.reshape(-1), span, S, top, totals,
                 factors, first, last,
             )  # fmt: skip
             v.run(
                 attention_cpu.add_values, v.program, shape, v.sizes, values.words, values.starts,
-                values.lengths, v.tables, span, S, factors, sums, first, last,
+                values.lengths, v_tables, span, S, factors, sums, first, last,
             )  # fmt: skip
 
     run_ranges(attend, items, grain)
     out = np.empty((rows, groups * group, values.format.head_dim), np.float32)
     lse = np.empty((rows, groups * group), np.float32)
     v.run(
-        attention_cpu.merge_ranges, v.program, v.codec, shape, v.sizes, v.tables, sums, top, totals,
+        attention_cpu.merge_ranges, v.program, v.codec, shape, v.sizes, v_tables, sums, top, totals,
         out.reshape(-1), lse.reshape(-1),
     )  # fmt: skip
     return out[:, :n], lse[:, :n]

@@ -20,9 +20,13 @@ from polarquant_nb.codebooks import Codebooks
 from polarquant_nb.codec import decode_rows, encode_into
 from polarquant_nb.formats import PolarFormat
 from polarquant_nb.layout import PAGE
+from polarquant_nb.preconditioning import Preconditioner
 from polarquant_nb.rows import PackedRows
 
 __all__ = ["PageTable"]
+
+_PAGES = 64
+"""Pages of a row that lose their bias at a time."""
 
 Block = npt.NDArray[np.uint32]
 
@@ -48,6 +52,10 @@ class PageTable:
     prepared : dict
         See :class:`~polarquant_nb.rows.PackedRows`; it depends on format and codebooks only, and is
         handed on from table to table.
+    preconditioner : Preconditioner, optional
+        Of shape ``(num_kv_heads, head_dim)`` or ``(batch, num_kv_heads, head_dim)``.
+    first_position : int
+        Position of each row's first token.
     """
 
     format: PolarFormat
@@ -57,9 +65,14 @@ class PageTable:
     addresses: npt.NDArray[np.int64]
     lengths: tuple[int, ...]
     prepared: dict[Any, Any]
+    preconditioner: Preconditioner | None
+    first_position: int
 
     @staticmethod
-    def empty(fmt: PolarFormat, codebooks: Codebooks, num_kv_heads: int, batch: int) -> PageTable:
+    def empty(
+        fmt: PolarFormat, codebooks: Codebooks, num_kv_heads: int, batch: int,
+        preconditioner: Preconditioner | None = None, first_position: int = 0,
+    ) -> PageTable:  # fmt: skip
         """A table without pages.
 
         Parameters
@@ -70,6 +83,8 @@ class PageTable:
             Of the pages to come.
         num_kv_heads, batch : int
             Kv heads, and batch rows.
+        preconditioner, first_position
+            See :class:`PageTable`.
 
         Returns
         -------
@@ -77,14 +92,20 @@ class PageTable:
             With no token.
         """
         addresses = np.empty((batch, 0), np.int64)
-        return PageTable(fmt, codebooks, num_kv_heads, ((),) * batch, addresses, (0,) * batch, {})
+        return PageTable(
+            fmt, codebooks, num_kv_heads, ((),) * batch, addresses, (0,) * batch, {},
+            preconditioner, first_position,
+        )  # fmt: skip
 
     @cached_property
     def rows(self) -> PackedRows:
         """The pages as kernels take them: a row for each batch row and kv head."""
         words, starts = self._locate(self.addresses, self.blocks)
         lengths = np.repeat(np.array(self.lengths, np.int64), self.num_kv_heads)
-        return PackedRows(self.format, self.codebooks, words, starts, lengths, self.prepared)
+        return PackedRows(
+            self.format, self.codebooks, words, starts, lengths, self.prepared,
+            self.preconditioner, self.first_position,
+        )  # fmt: skip
 
     @property
     def nbytes(self) -> int:
@@ -135,13 +156,22 @@ class PageTable:
         lengths = [self.lengths[i] for i in indices]
         width = -(-max(lengths, default=0) // PAGE)
         addresses = self.addresses[list(indices), :width]
-        return self._with(tuple(self.blocks[i] for i in indices), addresses, lengths)
+        chosen = self._with(tuple(self.blocks[i] for i in indices), addresses, lengths)
+        if self.preconditioner is None:
+            return chosen
+        return replace(chosen, preconditioner=self.preconditioner.select(indices))
 
-    def encode(self, x: npt.NDArray[Any], kind: ArrayKind) -> list[list[Block]]:
+    def encode(
+        self, rows: slice, first: int, x: npt.NDArray[Any], kind: ArrayKind
+    ) -> list[list[Block]]:
         """New blocks of whole pages, for :meth:`changed`.
 
         Parameters
         ----------
+        rows : slice
+            Batch rows.
+        first : int
+            Tokens of each before ``x``.
         x : ndarray, shape ``(rows, num_kv_heads, n * 128, head_dim)``
             Elements of vectors that can be stored; read in place.
         kind : ArrayKind
@@ -156,7 +186,7 @@ class PageTable:
         blocks = [[np.empty(shape, np.uint32) for _ in range(x.shape[2] // PAGE)] for _ in x]
         addresses = np.array([_addresses(row) for row in blocks], np.int64)
         words, starts = self._locate(addresses, blocks)
-        encode_into(strided(x, kind), self.format, self.codebooks, words, starts.ravel())
+        self._encode(rows, first, x, kind, words, starts)
         return [[_frozen(block) for block in row] for row in blocks]
 
     def fill(self, rows: slice, x: npt.NDArray[Any], kind: ArrayKind) -> list[Block]:
@@ -184,9 +214,8 @@ class PageTable:
         first = PAGE - x.shape[2]
         page[:, :, first:] = x
         starts = np.arange(new.size // page_words) * page_words
-        encode_into(
-            strided(page, kind), self.format, self.codebooks, new.reshape(-1), starts, frozen=True
-        )
+        page_start = self.lengths[rows.start] - first
+        self._encode(rows, page_start, page, kind, new.reshape(-1), starts, frozen=True)
         self.format.layout.copy_lanes(new, old, first)
         return [_frozen(block.copy()) for block in old]
 
@@ -253,6 +282,30 @@ class PageTable:
         blocks = [_frozen(page.copy()) for page in pages]
         rows = [[blocks[i] for i in row if i >= 0] for row in index.tolist()]
         return self.changed([0] * len(rows), rows, lengths)
+
+    def _encode(
+        self, rows: slice, first: int, x: npt.NDArray[Any], kind: ArrayKind,
+        words: npt.NDArray[np.uint32], starts: npt.NDArray[np.int64], *, frozen: bool = False,
+    ) -> None:  # fmt: skip
+        """Encode tokens of batch rows, of which ``first`` are before them."""
+        here = self.preconditioner
+        if here is None:
+            source = strided(x, kind)
+            encode_into(source, self.format, self.codebooks, words, starts.ravel(), frozen=frozen)
+            return
+        if len(here.shape) == 3:
+            here = here.select(range(rows.start, rows.stop))
+        # a bias is subtracted from a copy in float32: of some pages at a time
+        pages = starts.reshape(x.shape[0] * x.shape[1], -1)
+        step = _PAGES if here.bias is not None else pages.shape[1]
+        for page in range(0, pages.shape[1], step):
+            tokens = slice(page * PAGE, (page + step) * PAGE)
+            position = self.first_position + first + tokens.start
+            part = here.subtract_bias(x[:, :, tokens], kind, position)
+            encode_into(
+                strided(*part), self.format, self.codebooks, words,
+                pages[:, page : page + step].ravel(), here, frozen=frozen,
+            )  # fmt: skip
 
     def _with(
         self,

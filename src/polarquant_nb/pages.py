@@ -16,14 +16,17 @@ from polarquant_nb.arrays import ArrayKind
 from polarquant_nb.codebooks import Codebooks
 from polarquant_nb.files import (
     format_record,
+    preconditioner_record,
     read_file,
     read_format,
     read_kind,
+    read_preconditioner,
     reading,
     write_file,
 )
 from polarquant_nb.formats import PolarFormat
 from polarquant_nb.layout import PAGE
+from polarquant_nb.preconditioning import Preconditioner
 from polarquant_nb.rows import PackedRows
 from polarquant_nb.tracing import Token
 
@@ -53,6 +56,10 @@ class PolarPages:
         Rows that held NaN or inf when they were encoded (with ``nan="propagate"``).
     num_saturated : int
         Rows with a radius beyond float16, stored as 65504 (with ``nan="propagate"``).
+    preconditioner : Preconditioner, optional
+        What was done to the vectors before, and is undone where they are used.
+    first_position : int
+        Position of the first token, which a rotary bias depends on.
     """
 
     format: PolarFormat
@@ -62,6 +69,8 @@ class PolarPages:
     kind: ArrayKind
     num_nonfinite: int = 0
     num_saturated: int = 0
+    preconditioner: Preconditioner | None = field(default=None, repr=False)
+    first_position: int = 0
     _token: Token = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -87,13 +96,15 @@ class PolarPages:
         starts = np.arange(num_rows * self.num_pages) * self.format.layout.num_words
         return PackedRows(
             self.format, self.codebooks, self.words.reshape(-1),
-            starts.reshape(num_rows, self.num_pages), np.full(num_rows, self.seq_len),
+            starts.reshape(num_rows, self.num_pages), np.full(num_rows, self.seq_len), {},
+            self.preconditioner, self.first_position,
         )  # fmt: skip
 
     @property
     def nbytes(self) -> int:
-        """Bytes held: whole pages, and codebooks where they are fitted."""
-        return self.words.nbytes + self.codebooks.nbytes
+        """Bytes held: whole pages, fitted codebooks, a preconditioner."""
+        extra = self.preconditioner.nbytes if self.preconditioner else 0
+        return self.words.nbytes + self.codebooks.nbytes + extra
 
     @property
     def bits_per_value(self) -> float:
@@ -134,14 +145,17 @@ class PolarPages:
         ImportError
             If safetensors is missing.
         """
+        record, arrays = preconditioner_record(self.preconditioner)
         header = {
             "format": format_record(self.format, self.codebooks),
             "seq_len": self.seq_len,
             "kind": vars(self.kind),
             "num_nonfinite": self.num_nonfinite,
             "num_saturated": self.num_saturated,
+            "preconditioner": record,
+            "first_position": self.first_position,
         }
-        write_file(path, "pages", header, {"words": np.ascontiguousarray(self.words)})
+        write_file(path, "pages", header, {"words": np.ascontiguousarray(self.words), **arrays})
 
     @staticmethod
     def load(path: str | os.PathLike[str], fmt: PolarFormat | None = None) -> PolarPages:
@@ -179,9 +193,13 @@ class PolarPages:
                     f"words is {words.dtype} of shape {words.shape}; it should be uint32 of shape "
                     f"(..., {last_axes[0]}, {last_axes[1]})"
                 )
+            preconditioner = read_preconditioner(header["preconditioner"], tensors)
+            if preconditioner is not None:
+                preconditioner.check(found, words.shape[:-2])
             return PolarPages(
                 found, words.copy(), seq_len, codebooks, read_kind(header["kind"]),
-                header["num_nonfinite"], header["num_saturated"],
+                header["num_nonfinite"], header["num_saturated"], preconditioner,
+                header["first_position"],
             )  # fmt: skip
 
     @staticmethod
@@ -191,7 +209,8 @@ class PolarPages:
         Parameters
         ----------
         parts : sequence of PolarPages
-            Of one format, codebooks and leading shape; all but the last hold whole pages.
+            Of one format, codebooks, preconditioner and leading shape; all but the last hold whole
+            pages.  With a rotary bias, positions must go on from part to part.
 
         Returns
         -------
@@ -201,12 +220,12 @@ class PolarPages:
         Raises
         ------
         ValueError
-            If there is no part, formats, codebooks or leading shapes differ, or a part but the
-            last one ends in a partial page.
+            If there is no part, formats, codebooks, preconditioners or leading shapes differ, a
+            part but the last one ends in a partial page, or positions do not go on.
         """
         if not parts:
             raise ValueError("parts is empty; it must hold at least one PolarPages")
-        first = parts[0]
+        first, position = parts[0], parts[0].first_position
         for i, part in enumerate(parts):
             if part.format != first.format:
                 raise ValueError(f"parts[{i}] has {part.format}; parts[0] has {first.format}")
@@ -217,6 +236,16 @@ class PolarPages:
                 )
             if part.codebooks is not first.codebooks and not _same(part.codebooks, first.codebooks):
                 raise ValueError(f"parts[{i}] was encoded with other codebooks than parts[0]")
+            if not _same_preconditioner(part.preconditioner, first.preconditioner):
+                raise ValueError(
+                    f"parts[{i}] was encoded with another preconditioner than parts[0]"
+                )
+            if part.rows.rotary_bias is not None and part.first_position != position:
+                raise ValueError(
+                    f"parts[{i}] starts at position {part.first_position}; with a rotary bias it "
+                    f"must go on from the part before, at {position}"
+                )
+            position += part.seq_len
             if part.seq_len % PAGE and i < len(parts) - 1:
                 raise ValueError(
                     f"parts[{i}] has {part.seq_len} tokens; all parts but the last must hold whole "
@@ -230,7 +259,13 @@ class PolarPages:
             kind=first.kind,
             num_nonfinite=sum(part.num_nonfinite for part in parts),
             num_saturated=sum(part.num_saturated for part in parts),
+            preconditioner=first.preconditioner,
+            first_position=first.first_position,
         )
+
+
+def _same_preconditioner(a: Preconditioner | None, b: Preconditioner | None) -> bool:
+    return a is b or (a is not None and a.same(b))
 
 
 def _same(a: Codebooks, b: Codebooks) -> bool:

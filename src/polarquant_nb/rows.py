@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy.typing as npt
 
 from polarquant_nb.codebooks import Codebooks
 from polarquant_nb.formats import PolarFormat
+from polarquant_nb.preconditioning import Preconditioner, RotaryBias, row_signs
 
 __all__ = ["PackedRows"]
 
@@ -32,6 +34,10 @@ class PackedRows:
         Tokens of each row; pages are full but for the last of a row.
     prepared : dict
         What attention works out once, for its own use.
+    preconditioner : Preconditioner, optional
+        Of the vectors; of row ``r`` modulo the rows that it has.
+    first_position : int
+        Position of each row's first token, which a rotary bias depends on.
     """
 
     format: PolarFormat
@@ -40,6 +46,8 @@ class PackedRows:
     starts: npt.NDArray[np.int64]
     lengths: npt.NDArray[np.int64]
     prepared: dict[Any, Any] = field(default_factory=dict, repr=False)
+    preconditioner: Preconditioner | None = None
+    first_position: int = 0
 
     def __post_init__(self) -> None:
         # compiled code is called without a look at types and strides
@@ -51,8 +59,22 @@ class PackedRows:
         """Most pages that a row may have."""
         return self.starts.shape[1]
 
+    @property
+    def rotary_bias(self) -> RotaryBias | None:
+        """What was subtracted from the vectors, if anything was."""
+        return self.preconditioner.bias if self.preconditioner is not None else None
+
+    @cached_property
+    def inverse_signs(self) -> npt.NDArray[np.float32]:
+        """Signs that undo those of encoding, as ``preconditioning.row_signs`` gives them."""
+        return row_signs(self.format, self.preconditioner, inverse=True)
+
     def part(self, rows: slice) -> PackedRows:
         """Some of the rows."""
+        preconditioner = self.preconditioner
+        if preconditioner is not None:
+            preconditioner = preconditioner.of_rows(len(self.starts), rows)
         return PackedRows(
-            self.format, self.codebooks, self.words, self.starts[rows], self.lengths[rows]
-        )
+            self.format, self.codebooks, self.words, self.starts[rows], self.lengths[rows], {},
+            preconditioner, self.first_position,
+        )  # fmt: skip

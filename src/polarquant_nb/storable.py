@@ -15,15 +15,19 @@ __all__ = ["MAX_NORM", "check_storable", "nonfinite_message", "too_long_message"
 MAX_NORM = 65504.0
 """The largest float16: radii are stored as such."""
 
-_LIMIT = np.float32(MAX_NORM**2)
-
 _CHUNK = 2**20
 """Numbers looked at at a time: bounds the float32 copies of other types."""
 
 _PROPAGATE = "pass nan='propagate' to store such"
 
 
-def check_storable(x: npt.NDArray[Any], kind: ArrayKind, name: str, padding: Sequence[int]) -> None:
+def check_storable(
+    x: npt.NDArray[Any],
+    kind: ArrayKind,
+    name: str,
+    padding: Sequence[int],
+    longest: float = MAX_NORM,
+) -> None:
     """Refuse NaN, inf and vectors too long for a float16 radius.
 
     Parameters
@@ -36,11 +40,13 @@ def check_storable(x: npt.NDArray[Any], kind: ArrayKind, name: str, padding: Seq
         For messages.
     padding : sequence of int
         How many first tokens of each batch row are not looked at.
+    longest : float
+        The largest norm that can be stored: less where a preconditioner makes vectors longer.
 
     Raises
     ------
     ValueError
-        If a vector is not finite or its norm is beyond 65504; the message names the first.
+        If a vector is not finite or its norm is beyond ``longest``; the message names the first.
     """
     if x.size <= _CHUNK and not any(padding):
         parts = [((0, 0, 0), x)]
@@ -51,12 +57,13 @@ def check_storable(x: npt.NDArray[Any], kind: ArrayKind, name: str, padding: Seq
             for row, head in np.ndindex(x.shape[:2])
             for start in range(padding[row], x.shape[2], tokens)
         ]
+    limit = np.float32(longest**2)
     for first, part in parts:
         wide = widen(part, kind)
         with np.errstate(over="ignore", invalid="ignore"):  # what overflows is found
             squared = np.vecdot(wide, wide)
-        if not squared.max(initial=0) <= _LIMIT:  # NaN compares as False
-            at = np.argwhere(~(squared <= _LIMIT))[0]
+        if not squared.max(initial=0) <= limit:  # NaN compares as False
+            at = np.argwhere(~(squared <= limit))[0]
             index = tuple(int(i) for i in at + first)
             vector = x[index]
             raise ValueError(

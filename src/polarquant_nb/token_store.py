@@ -19,6 +19,7 @@ from polarquant_nb.codebooks import Codebooks
 from polarquant_nb.formats import PolarFormat
 from polarquant_nb.layout import PAGE
 from polarquant_nb.page_table import Block, PageTable
+from polarquant_nb.preconditioning import Preconditioner
 
 __all__ = ["Placement", "TokenStore"]
 
@@ -113,7 +114,7 @@ class TokenStore:
     @staticmethod
     def empty(
         kind: ArrayKind, fmt: PolarFormat, codebooks: Codebooks, batch: int, num_kv_heads: int,
-        capacity: int,
+        capacity: int, preconditioner: Preconditioner | None = None, sink: int = 0,
     ) -> TokenStore:  # fmt: skip
         """A store without tokens.
 
@@ -127,6 +128,10 @@ class TokenStore:
             Of the pages.
         batch, num_kv_heads, capacity : int
             Rows, kv heads, and slots of the buffer.
+        preconditioner : Preconditioner, optional
+            Of the pages.
+        sink : int
+            Tokens of each row before those in pages.
 
         Returns
         -------
@@ -134,13 +139,15 @@ class TokenStore:
             A store that owns its buffer.
         """
         shape = batch, num_kv_heads, capacity, fmt.head_dim
-        table = PageTable.empty(fmt, codebooks, num_kv_heads, batch)
+        table = PageTable.empty(fmt, codebooks, num_kv_heads, batch, preconditioner, sink)
         return TokenStore(kind, np.zeros(shape, element_dtype(kind)), table)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffer, the pages and their table, and codebooks where they are fitted."""
-        return self.exact.nbytes + self.table.nbytes + self.table.codebooks.nbytes
+        """Bytes of the buffer, pages and their table, fitted codebooks, and the preconditioner."""
+        preconditioner = self.table.preconditioner
+        extra = preconditioner.nbytes if preconditioner is not None else 0
+        return self.exact.nbytes + self.table.nbytes + self.table.codebooks.nbytes + extra
 
     def copy(self) -> TokenStore:
         """Another store with the same tokens; blocks are shared."""
@@ -204,7 +211,8 @@ class TokenStore:
             gathered = min(p.moved, p.free + -(-max(0, p.held - p.free) // PAGE) * PAGE)
             for start, stop in ((p.free, gathered), (gathered, p.moved)):
                 if start < stop:
-                    new = table.encode(self._waiting(x, p, start, stop), self.kind)
+                    tokens = self._waiting(x, p, start, stop)
+                    new = table.encode(p.rows, p.packed + start, tokens, self.kind)
                     for row, blocks in enumerate(new, p.rows.start):
                         more[row].extend(blocks)
         lengths = [p.packed + p.moved for p in placements for _ in range(p.rows.start, p.rows.stop)]

@@ -27,6 +27,7 @@ from polarquant_nb.kernels.attention_stages import (
     total_sums,
     value_radii,
 )
+from polarquant_nb.kernels.cpu import row_signs
 from polarquant_nb.kernels.jit import kernel
 from polarquant_nb.kernels.polar import load_offset, rotate_row, unrotate_row
 from polarquant_nb.layout import PAGE
@@ -61,7 +62,8 @@ def weigh_keys(program, codec, shape, sizes, queries, keys, starts, lengths, tab
     lengths : 1-d array of int64
         Tokens of each row.
     tables : tuple of 1-d arrays
-        Signs, order, mix, dense matrix, cosines, cosines of pairs.
+        Signs (see :func:`~polarquant_nb.kernels.cpu.row_signs`), order, mix, dense matrix, cosines,
+        cosines of pairs.
     scale, softcap : float
         Of the logits; no softcap if 0.
     bias : 1-d array of float32
@@ -84,7 +86,7 @@ def weigh_keys(program, codec, shape, sizes, queries, keys, starts, lengths, tab
     """
     group, groups, ranges, range_pages, span_pages = shape
     lanes, d, _, _, offset_word, offset_kind, _ = sizes
-    signs, order, mix, dense, cosines, pairs = tables
+    all_signs, order, mix, dense, cosines, pairs = tables
     stride = span_pages * PAGE + 16
     columns, flat = starts.shape[1], starts.reshape(starts.size)
     Q = np.empty(group * d, np.float32)
@@ -110,6 +112,7 @@ def weigh_keys(program, codec, shape, sizes, queries, keys, starts, lengths, tab
         s = item * group * stride
         for i in range(group * d):
             Q[i] = queries[query * d + i] * np.float32(scale * LOG2_E)
+        signs = row_signs(all_signs, row, d)
         for q in range(group):
             rotate_row(codec, Q[q * d : (q + 1) * d], signs, order, mix, dense)
         query_tables(program, Q, pairs, query_table)
@@ -278,9 +281,9 @@ def merge_ranges(program, codec, shape, sizes, tables, sums, top, totals, out, l
     ``out`` has a vector a query, ``lse`` the logarithm of its sum of exponentials; a query that
     sees nothing gets zeros and −∞.  ``sums`` are changed.
     """
-    group, _, ranges, _, _ = shape
+    group, groups, ranges, _, _ = shape
     lanes, d, _, _, _, _, _ = sizes
-    signs, order, mix, dense, _, _ = tables
+    all_signs, order, mix, dense, _, _ = tables
     size = d * group * lanes
     weights, best = np.empty(group, np.float32), np.empty(group, np.float32)
     total = np.empty(group, np.float32)
@@ -303,6 +306,7 @@ def merge_ranges(program, codec, shape, sizes, tables, sums, top, totals, out, l
             else:
                 add_sums(program, sums, first * size, item * size, weights)
         total_sums(program, sums, first * size, merged)
+        signs = row_signs(all_signs, first // (groups * ranges), d)
         for q in range(group):
             vector = merged[q * d : (q + 1) * d]
             some = total[q] > 0 or math.isnan(total[q])

@@ -39,7 +39,7 @@ from polarquant_nb.kernels.polar import (
 )
 from polarquant_nb.layout import PAGE
 
-__all__ = ["BFLOAT", "FLOAT", "HALF", "decode_pages", "encode_pages"]
+__all__ = ["BFLOAT", "FLOAT", "HALF", "decode_pages", "encode_pages", "row_signs"]
 
 FLOAT, HALF, BFLOAT = 0, 1, 2
 """Kinds of elements: float32 or float64 as they are; float16 and bfloat16 as uint16."""
@@ -71,7 +71,7 @@ def encode_pages(program, shape, source, kind, direct, bases, strides, seq_len, 
     seq_len : int
         Tokens of a row.
     tables : tuple of 1-d arrays
-        Signs, order, mix, dense matrix, thresholds; flat.
+        Signs (see :func:`row_signs`), order, mix, dense matrix, thresholds; flat.
     words : 1-d array of uint32
         Memory that holds the pages, uninitialised.
     starts : 1-d array of int64
@@ -84,7 +84,7 @@ def encode_pages(program, shape, source, kind, direct, bases, strides, seq_len, 
         Increased by the number of rows that are not finite, and of saturated rows.
     """
     lanes, d, num_nodes, page_words, offset_word, offset_kind, rotation = shape
-    signs, order, mix, dense, thresholds = tables
+    all_signs, order, mix, dense, thresholds = tables
     T, U = np.empty(d * lanes, np.float32), np.empty(d * lanes, np.float32)
     rows = np.empty(d * PAGE, np.float32)
     codes = np.empty(num_nodes * lanes, np.uint32)
@@ -99,6 +99,7 @@ def encode_pages(program, shape, source, kind, direct, bases, strides, seq_len, 
         tokens = min(PAGE, seq_len - start)
         base = bases[page // pages_per_row] + start * strides[0]
         word = starts[page]
+        signs = row_signs(all_signs, page // pages_per_row, d)
         bad[:] = np.float32(0)
         if tokens < PAGE:
             words[word : word + page_words] = np.uint32(0)
@@ -154,6 +155,13 @@ def encode_pages(program, shape, source, kind, direct, bases, strides, seq_len, 
         counts[1] += np.int64(events[16 + t])
 
 
+@inlined
+def row_signs(signs, row, d):
+    """The signs of both rounds for a row: there are as many as kv heads with scales, or one."""
+    first = row % (signs.size // (2 * d)) * 2 * d
+    return signs[first : first + 2 * d]
+
+
 @kernel
 def decode_pages(program, shape, words, starts, tables, target, kind, direct, begin, end,
                  first, last):  # fmt: skip
@@ -170,7 +178,7 @@ def decode_pages(program, shape, words, starts, tables, target, kind, direct, be
     starts : array of int64, shape ``(rows, pages)``
         Each page's first word.
     tables : tuple of 1-d arrays
-        Signs, inverse order, mix, dense matrix transposed, cosines; flat.
+        Signs (see :func:`row_signs`), inverse order, mix, dense matrix transposed, cosines; flat.
     target : 1-d array of float32, float64 or uint16
         The vectors, contiguous: rows, tokens ``begin .. end−1``, coordinates.
     kind : int
@@ -183,7 +191,7 @@ def decode_pages(program, shape, words, starts, tables, target, kind, direct, be
         Range of pages, counted over rows and then the pages that the tokens touch.
     """
     lanes, d, num_nodes, _, offset_word, offset_kind, rotation = shape
-    signs, order, mix, dense, cosines = tables
+    all_signs, order, mix, dense, cosines = tables
     T, U = np.empty(d * lanes, np.float32), np.empty(d * lanes, np.float32)
     rows = np.empty(d * lanes, np.float32)
     codes = np.empty(num_nodes * lanes, np.uint32)
@@ -194,6 +202,7 @@ def decode_pages(program, shape, words, starts, tables, target, kind, direct, be
     for item in range(first, last):
         row, page = item // touched, first_page + item % touched
         word = starts[row, page]
+        signs = row_signs(all_signs, row, d)
         if offset_kind:
             load_offset(program, words, word + offset_word, offset)
         for lane in range(0, PAGE, lanes):
