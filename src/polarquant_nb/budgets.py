@@ -9,9 +9,7 @@ and b₂ at every level above.
 from __future__ import annotations
 
 from functools import cache
-from itertools import product
 
-from polarquant_nb.densities import relative_error
 from polarquant_nb.formats import FormatPair, PolarFormat, full_depth
 
 __all__ = ["DEFAULT_PRESET", "format_pair", "preset", "presets"]
@@ -25,9 +23,6 @@ _CHAIN = {
     "balanced": ((5, 4), (4, 2)),
     "accurate": ((5, 4), (5, 3)),
 }
-
-# Key errors enter the attention logits and cost more than value errors of the same size.
-_KEY_WEIGHT = 6.0
 
 
 def presets() -> tuple[str, ...]:
@@ -49,7 +44,7 @@ def preset(
     A preset is a budget of bits per number: about 2.8 (``tiny``), 3.3 (``compact``), 4.0
     (``balanced``) and 4.5 (``accurate``), keys and values together.  At head_dim 64, 128 and 256
     the level bits are fixed; elsewhere, where more or fewer radii have to be paid for, the bits are
-    chosen for the smallest expected error within 3 % of the budget.  ``paper`` is the published
+    those of :meth:`FormatPair.for_budget`, within 3 % of the budget.  ``paper`` is the published
     setting, 4, 2, 2, 2 in blocks of 16 for keys and values alike, 3.875 bits, without offset.
 
     Parameters
@@ -157,37 +152,5 @@ def _level_bits(name: str, head_dim: int) -> tuple[tuple[int, ...], tuple[int, .
     keys, values = _CHAIN[name]
     if head_dim in (64, 128, 256):
         return full_depth(head_dim, *keys), full_depth(head_dim, *values)
-    budget = preset(name, 64).bits_per_value
-
-    def within_budget(key_bits: tuple[int, ...], value_bits: tuple[int, ...]) -> bool:
-        key_format = PolarFormat(head_dim, key_bits, offset="int8")
-        exact = FormatPair(key_format, PolarFormat(head_dim, value_bits)).bits_per_value
-        return abs(exact / budget - 1) <= 0.03
-
-    candidates = [
-        (_code_bits(head_dim, bits), relative_error(bits), bits) for bits in _sensible(head_dim)
-    ]
-    radii_and_offset = 2 * 16 * head_dim / (head_dim & -head_dim) + head_dim / 16
-    ranked = sorted(
-        (_KEY_WEIGHT * key_error + value_error, key_bits, value_bits)
-        for key_cost, key_error, key_bits in candidates
-        for value_cost, value_error, value_bits in candidates
-        if key_error <= value_error
-        and 0.9 <= (key_cost + value_cost + radii_and_offset) / (2 * head_dim) / budget <= 1.03
-    )
-    return next((keys, values) for _, keys, values in ranked if within_budget(keys, values))
-
-
-def _sensible(head_dim: int) -> list[tuple[int, ...]]:
-    """Bits that never grow with the level, and above level 1 differ by one at most."""
-    levels = len(full_depth(head_dim, 1, 1))
-    found = []
-    for first, low in product(range(1, 7), repeat=2):
-        if 0 <= first - low <= 3:
-            for wide in range(levels if low < first else 1):  # levels that get one bit more
-                found.append((first,) + (low + 1,) * wide + (low,) * (levels - 1 - wide))
-    return found
-
-
-def _code_bits(head_dim: int, level_bits: tuple[int, ...]) -> int:
-    return sum(bits * (head_dim >> level) for level, bits in enumerate(level_bits, 1))
+    found = FormatPair.for_budget(head_dim, 1.03 * preset(name, 64).bits_per_value)
+    return found.keys.level_bits, found.values.level_bits

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Literal
 
+from polarquant_nb.allotment import (
+    KEY_WEIGHT,
+    Part,
+    best_level_bits,
+    deepest_level,
+    sensible_level_bits,
+)
 from polarquant_nb.densities import MAX_BITS, relative_error
 from polarquant_nb.layout import PAGE, PageLayout, plan_page
 
@@ -79,7 +87,7 @@ class PolarFormat:
             raise ValueError(
                 f"level_bits is {bits}; it must hold at least one level, each 1 to {MAX_BITS} bits"
             )
-        deepest = (head_dim & -head_dim).bit_length() - 1
+        deepest = deepest_level(head_dim)
         if len(bits) > deepest:
             raise ValueError(
                 f"level_bits has {len(bits)} levels, blocks of {2 ** len(bits)} coordinates, which "
@@ -96,6 +104,51 @@ class PolarFormat:
             raise ValueError(f"seed is {seed}; it must be in 0..2**63 - 1")
         for name, value in (("head_dim", head_dim), ("level_bits", bits), ("seed", seed)):
             object.__setattr__(self, name, value)
+
+    @staticmethod
+    def for_budget(
+        head_dim: int, bits_per_value: float, role: Literal["key", "value"] = "key"
+    ) -> PolarFormat:
+        """The format of the smallest expected error within a budget.
+
+        It is chosen by :attr:`relative_error` among formats of the whole depth of the tree whose
+        bits never grow with the level, fall by three in all at most, and by one above level 1.
+
+        Parameters
+        ----------
+        head_dim : int
+            Coordinates of a vector.
+        bits_per_value : float
+            Most bits per stored number in whole pages, everything counted: codes, padding, radii
+            and, for keys, the offset.
+        role : {'key', 'value'}
+            Keys store their page offset in int8, values have none.
+
+        Returns
+        -------
+        PolarFormat
+            Its :attr:`bits_per_value` is at most the budget.
+
+        Raises
+        ------
+        TypeError
+            If an argument has the wrong type.
+        ValueError
+            If ``head_dim`` or ``role`` is not supported, or no format is as small as the budget;
+            the message names the smallest.
+
+        Examples
+        --------
+        >>> fmt = PolarFormat.for_budget(128, 4.2, role="key")
+        >>> fmt.level_bits, fmt.bits_per_value
+        ((5, 3, 3, 3, 3, 3, 3), 4.189453125)
+        """
+        if role not in ("key", "value"):
+            raise ValueError(f"role is {role!r}; it must be 'key' or 'value'")
+        smallest = _smallest(head_dim, role)
+        budget = _budget(bits_per_value, smallest)
+        found = best_level_bits([Part(smallest.head_dim, smallest.offset)], budget)
+        return replace(smallest, level_bits=found[0])
 
     @property
     def num_levels(self) -> int:
@@ -146,6 +199,52 @@ class FormatPair:
     keys: PolarFormat
     values: PolarFormat
 
+    @staticmethod
+    def for_budget(
+        head_dim: int, bits_per_value: float, value_head_dim: int | None = None
+    ) -> FormatPair:
+        """The formats of the smallest expected error whose mean is within a budget.
+
+        The relative error of keys counts six times that of values, as it acts through the softmax.
+        What is chosen from is described at :meth:`PolarFormat.for_budget`.
+
+        Parameters
+        ----------
+        head_dim : int
+            Coordinates of keys, and of values unless ``value_head_dim`` is given.
+        bits_per_value : float
+            Most bits per stored number over keys and values together, everything counted.
+        value_head_dim : int, optional
+            Coordinates of values.
+
+        Returns
+        -------
+        FormatPair
+            Its :attr:`bits_per_value` is at most the budget.
+
+        Raises
+        ------
+        TypeError
+            If an argument has the wrong type.
+        ValueError
+            If a head_dim is not supported, or no pair is as small as the budget; the message names
+            the smallest.
+
+        Examples
+        --------
+        >>> pair = FormatPair.for_budget(128, 3.3)
+        >>> pair.keys.level_bits, pair.values.level_bits, pair.bits_per_value
+        ((5, 3, 3, 3, 3, 3, 3), (3, 2, 1, 1, 1, 1, 1), 3.2822265625)
+        """
+        smallest = FormatPair(
+            _smallest(head_dim, "key"),
+            _smallest(head_dim if value_head_dim is None else value_head_dim, "value"),
+        )
+        keys, values = smallest.keys, smallest.values
+        parts = [Part(keys.head_dim, keys.offset, KEY_WEIGHT), Part(values.head_dim, values.offset)]
+        found = best_level_bits(parts, _budget(bits_per_value, smallest))
+        return FormatPair(replace(keys, level_bits=found[0]), replace(values, level_bits=found[1]))
+
     @property
     def bits_per_value(self) -> float:
         """Bits per stored number over keys and values together, in whole pages."""
@@ -168,7 +267,7 @@ def full_depth(head_dim: int, first: int, rest: int) -> tuple[int, ...]:
     tuple of int
         As many levels as the largest power of two that divides ``head_dim`` has.
     """
-    return (first,) + (rest,) * ((head_dim & -head_dim).bit_length() - 2)
+    return (first,) + (rest,) * (deepest_level(head_dim) - 1)
 
 
 def integer(name: str, value: object) -> int:
@@ -195,3 +294,23 @@ def integer(name: str, value: object) -> int:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         raise TypeError(f"{name} is {value!r}; it must be an int") from None
+
+
+def _smallest(head_dim: int, role: str) -> PolarFormat:
+    """The format of the fewest bits for a budget; raises if head_dim is not supported."""
+    offset: OffsetKind | None = "int8" if role == "key" else None
+    fmt = PolarFormat(head_dim, (1,), offset=offset)
+    return replace(fmt, level_bits=sensible_level_bits(fmt.head_dim)[0])
+
+
+def _budget(bits_per_value: object, smallest: PolarFormat | FormatPair) -> float:
+    """A budget that the smallest format or pair fits in."""
+    if isinstance(bits_per_value, bool) or not isinstance(bits_per_value, Real):
+        raise TypeError(f"bits_per_value is {bits_per_value!r}; it must be a number")
+    budget = float(bits_per_value)
+    if not budget >= smallest.bits_per_value:  # so that NaN is refused, too
+        raise ValueError(
+            f"bits_per_value is {bits_per_value}; it must be at least {smallest.bits_per_value}, "
+            "the bits of the smallest format"
+        )
+    return budget
