@@ -84,6 +84,24 @@ def test_no_other_pair_is_better(head_dim, value_head_dim):
         assert weighted_error(chosen) == pytest.approx(errors[bits <= budget].min(), rel=1e-12)
 
 
+@given(head_dims, budgets, st.lists(st.floats(0.1, 50), min_size=2, max_size=2).map(sorted))
+def test_a_larger_weight_never_hurts_keys(head_dim, budget, weights):
+    less, more = (FormatPair.for_budget(head_dim, budget, key_weight=w) for w in weights)
+    assert more.keys.relative_error <= less.keys.relative_error
+    assert more.values.relative_error >= less.values.relative_error
+
+
+def test_the_default_weight_is_six():
+    for budget in np.arange(2.5, 6, 0.1):
+        assert FormatPair.for_budget(64, budget) == FormatPair.for_budget(64, budget, key_weight=6)
+
+
+@pytest.mark.parametrize("weight", [0, -1.0, float("nan"), float("inf")])
+def test_weight_out_of_range(weight):
+    with pytest.raises(ValueError, match=f"key_weight is {weight}; it must be above 0"):
+        FormatPair.for_budget(64, 4, key_weight=weight)
+
+
 @pytest.mark.parametrize("name", pq.presets()[1:])
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 576])
 def test_no_worse_than_a_preset_of_the_same_bits(head_dim, name):
@@ -117,6 +135,10 @@ def test_budget_is_a_number(budget):
         PolarFormat.for_budget(64, budget)
     with pytest.raises(TypeError, match=re.escape(message)):
         FormatPair.for_budget(64, budget)
+    with pytest.raises(
+        TypeError, match=re.escape(f"key_weight is {budget!r}; it must be a number")
+    ):
+        FormatPair.for_budget(64, 4, key_weight=budget)
 
 
 @pytest.mark.parametrize("role", ["keys", None, ""])

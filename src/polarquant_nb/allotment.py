@@ -20,7 +20,7 @@ from polarquant_nb.layout import PAGE, plan_page
 __all__ = ["KEY_WEIGHT", "Part", "best_level_bits", "deepest_level", "sensible_level_bits"]
 
 KEY_WEIGHT = 6.0
-"""Key errors enter the attention logits and cost more than value errors of the same size."""
+"""What errors of keys count by default: they enter the softmax, and cost more than of values."""
 
 
 class Part(NamedTuple):

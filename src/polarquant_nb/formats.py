@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from numbers import Real
 from typing import Literal
 
@@ -201,11 +202,15 @@ class FormatPair:
 
     @staticmethod
     def for_budget(
-        head_dim: int, bits_per_value: float, value_head_dim: int | None = None
+        head_dim: int,
+        bits_per_value: float,
+        value_head_dim: int | None = None,
+        *,
+        key_weight: float = KEY_WEIGHT,
     ) -> FormatPair:
         """The formats of the smallest expected error whose mean is within a budget.
 
-        The relative error of keys counts six times that of values, as it acts through the softmax.
+        The relative error of keys counts more than that of values, as it acts through the softmax.
         What is chosen from is described at :meth:`PolarFormat.for_budget`.
 
         Parameters
@@ -216,6 +221,10 @@ class FormatPair:
             Most bits per stored number over keys and values together, everything counted.
         value_head_dim : int, optional
             Coordinates of values.
+        key_weight : float
+            How many times the error of keys counts that of values, above 0.  Models differ: 6 is
+            cautious, for keys that are hard to quantise; on SmolLM2-135M 3 is best
+            (``docs/explanation/accuracy.md``).
 
         Returns
         -------
@@ -227,8 +236,8 @@ class FormatPair:
         TypeError
             If an argument has the wrong type.
         ValueError
-            If a head_dim is not supported, or no pair is as small as the budget; the message names
-            the smallest.
+            If a head_dim or ``key_weight`` is not supported, or no pair is as small as the budget;
+            the message names the smallest.
 
         Examples
         --------
@@ -240,8 +249,11 @@ class FormatPair:
             _smallest(head_dim, "key"),
             _smallest(head_dim if value_head_dim is None else value_head_dim, "value"),
         )
+        weight = _number("key_weight", key_weight)
+        if not 0 < weight < inf:
+            raise ValueError(f"key_weight is {key_weight}; it must be above 0 and finite")
         keys, values = smallest.keys, smallest.values
-        parts = [Part(keys.head_dim, keys.offset, KEY_WEIGHT), Part(values.head_dim, values.offset)]
+        parts = [Part(keys.head_dim, keys.offset, weight), Part(values.head_dim, values.offset)]
         found = best_level_bits(parts, _budget(bits_per_value, smallest))
         return FormatPair(replace(keys, level_bits=found[0]), replace(values, level_bits=found[1]))
 
@@ -305,12 +317,16 @@ def _smallest(head_dim: int, role: str) -> PolarFormat:
 
 def _budget(bits_per_value: object, smallest: PolarFormat | FormatPair) -> float:
     """A budget that the smallest format or pair fits in."""
-    if isinstance(bits_per_value, bool) or not isinstance(bits_per_value, Real):
-        raise TypeError(f"bits_per_value is {bits_per_value!r}; it must be a number")
-    budget = float(bits_per_value)
+    budget = _number("bits_per_value", bits_per_value)
     if not budget >= smallest.bits_per_value:  # so that NaN is refused, too
         raise ValueError(
             f"bits_per_value is {bits_per_value}; it must be at least {smallest.bits_per_value}, "
             "the bits of the smallest format"
         )
     return budget
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} is {value!r}; it must be a number")
+    return float(value)
