@@ -345,16 +345,18 @@ def test_single_tokens_grow_at_the_compressed_slope():
         cache.append(k[:, :, t : t + 1], v[:, :, t : t + 1])
         held = cache._state.exact[0]
         assert held <= 4 + 64 + 127
+        slots = cache._state.keys.exact.shape[2]
+        assert held <= slots < held + 16
         sizes.append(cache.nbytes)
     page = HEADS * (PAIR.keys.page_nbytes + PAIR.values.page_nbytes)
     table = 2 * 8 * (1 + HEADS)  # an address, and where each head's page starts
     pages = (n - 4 - 64) // PAGE
     assert cache._state.packed == (pages * PAGE,)
-    buffers = 2 * 4 * HEADS * 64 * (4 + 64 + 127)
+    buffers = 2 * 4 * HEADS * 64 * slots
     assert sizes[-1] == buffers + pages * (page + table)
-    steps = np.flatnonzero(np.diff(sizes))
-    assert len(steps) == pages
-    assert (np.diff(steps) == PAGE).all()
+    # what is not full yet goes up and down with a period of a page
+    growth = np.array(sizes[PAGE:]) - sizes[:-PAGE]
+    assert (growth[64 + 4 :] == page + table).all()
     per_token = (page + table) / PAGE
     assert per_token / (2 * HEADS * 64) * 8 == pytest.approx(PAIR.bits_per_value, rel=0.03)
     assert cache.bits_per_value == 8 * cache.nbytes / (n * HEADS * 128)
@@ -504,7 +506,9 @@ def test_pickles_go_on_bit_for_bit():
     cache.repeat(2)
     other = pickle.loads(pickle.dumps(cache))
     assert_same(cache, other)
-    assert other.nbytes == cache.nbytes  # shared pages are shared again
+    for name in ("keys", "values"):  # shared pages are shared again
+        ours, theirs = (getattr(one._state, name).table.nbytes for one in (cache, other))
+        assert ours == theirs
     for one in (cache, other):
         one.append(*tokens(4, 200, seed=1))
     assert_same(cache, other)

@@ -172,7 +172,6 @@ def from_plain(settings: Settings, numbers: Mapping[str, Any], arrays: Arrays) -
         used = np.arange(index.shape[1]) < -(-np.array(packed)[:, None] // PAGE)
         if ((index < 0) == used).any() or (index >= len(pages)).any():
             raise ValueError(f"{name}.index does not fit {packed} tokens and {len(pages)} pages")
-        store.exact[:, :, : tokens.shape[2]] = tokens
         table = store.table.with_arrays(pages, index, packed)
-        stores.append(TokenStore(kind, store.exact, table))
+        stores.append(TokenStore(kind, tokens.copy(), table))
     return CacheState(settings, stores[0], stores[1], tuple(exact))

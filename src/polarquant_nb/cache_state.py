@@ -132,9 +132,7 @@ class CacheState:
         if preconditioner is not None:
             preconditioner.check(formats.keys, (batch, num_kv_heads))
         keys, values = (
-            TokenStore.empty(
-                kind, fmt, codebooks, batch, num_kv_heads, settings.capacity, before, settings.sink
-            )
+            TokenStore.empty(kind, fmt, codebooks, batch, num_kv_heads, before, settings.sink)
             for fmt, codebooks, before in zip(
                 (formats.keys, formats.values), settings.codebooks, (preconditioner, None),
                 strict=True,

@@ -25,6 +25,9 @@ __all__ = ["Placement", "TokenStore"]
 
 Array = npt.NDArray[Any]
 
+_SLOTS = 16
+"""Slots that the buffer grows by: a copy for so many appends of a token, and as few unused."""
+
 
 class Placement(NamedTuple):
     """Where the tokens of an append go, for rows that hold equally many tokens.
@@ -101,8 +104,9 @@ class TokenStore:
     ----------
     kind : ArrayKind
         What was appended.
-    exact : ndarray, shape ``(batch, num_kv_heads, capacity, head_dim)``
-        Exact tokens as elements, the sinks first; slots beyond a row's number hold anything.
+    exact : ndarray, shape ``(batch, num_kv_heads, slots, head_dim)``
+        Exact tokens as elements, the sinks first; slots beyond a row's number hold anything.  There
+        are as many slots as tokens need, but for the last few.
     table : PageTable
         The pages.
     """
@@ -114,7 +118,7 @@ class TokenStore:
     @staticmethod
     def empty(
         kind: ArrayKind, fmt: PolarFormat, codebooks: Codebooks, batch: int, num_kv_heads: int,
-        capacity: int, preconditioner: Preconditioner | None = None, sink: int = 0,
+        preconditioner: Preconditioner | None = None, sink: int = 0,
     ) -> TokenStore:  # fmt: skip
         """A store without tokens.
 
@@ -126,8 +130,8 @@ class TokenStore:
             Of the pages.
         codebooks : Codebooks
             Of the pages.
-        batch, num_kv_heads, capacity : int
-            Rows, kv heads, and slots of the buffer.
+        batch, num_kv_heads : int
+            Rows, and kv heads.
         preconditioner : Preconditioner, optional
             Of the pages.
         sink : int
@@ -136,11 +140,11 @@ class TokenStore:
         Returns
         -------
         TokenStore
-            A store that owns its buffer.
+            A store that owns its buffer, which has no slot yet.
         """
-        shape = batch, num_kv_heads, capacity, fmt.head_dim
+        shape = batch, num_kv_heads, 0, fmt.head_dim
         table = PageTable.empty(fmt, codebooks, num_kv_heads, batch, preconditioner, sink)
-        return TokenStore(kind, np.zeros(shape, element_dtype(kind)), table)
+        return TokenStore(kind, np.empty(shape, element_dtype(kind)), table)
 
     @property
     def nbytes(self) -> int:
@@ -178,9 +182,12 @@ class TokenStore:
         TokenStore
             The next store; this one's tokens are as they were.
         """
-        store = self
+        store, needed = self, max((p.exact_after for p in placements), default=0)
         if any(p.moved for p in placements):
-            store = TokenStore(self.kind, self.exact.copy(), self._packed_with(x, placements))
+            table = self._packed_with(x, placements)
+            store = TokenStore(self.kind, self._buffer(needed), table)
+        elif needed > self.exact.shape[2]:
+            store = TokenStore(self.kind, self._buffer(needed), self.table)
         for p in placements:
             slots, first = store.exact[p.rows], x.shape[2] - p.new  # of the new tokens
             if p.sinks:
@@ -193,6 +200,15 @@ class TokenStore:
                 end = p.exact_after
                 slots[:, :, end - fresh : end] = x[p.rows, :, x.shape[2] - fresh :]
         return store
+
+    def _buffer(self, needed: int) -> Array:
+        """Another buffer, of a few slots more than are needed, with the same tokens."""
+        batch, num_kv_heads, slots, head_dim = self.exact.shape
+        shape = batch, num_kv_heads, -(-needed // _SLOTS) * _SLOTS, head_dim
+        buffer = np.empty(shape, self.exact.dtype)
+        same = min(slots, shape[2])
+        buffer[:, :, :same] = self.exact[:, :, :same]
+        return buffer
 
     def _packed_with(self, x: Array, placements: Sequence[Placement]) -> PageTable:
         """The table with what an append moves to pages."""
