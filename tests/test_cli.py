@@ -210,15 +210,20 @@ def test_demo_of_a_tiny_model(tiny_demo, capsys):
     exact, compact = result["rows"][:2]
     assert (exact["kl"], exact["top1"], exact["nbytes"]) == (0, 1, 2 * 2 * 2 * 2 * 230 * 64)
     heads, (keys, values) = 2 * 2, result["formats"]["compact"].values()
-    pages = 2 * 8 * result["whole_page_bits_per_value"]["compact"] * 128 * 64 / 64  # two pages
-    assert compact["nbytes"] == heads * (2 * pages + 2 * 2 * 68 * 64)
-    assert compact["bits_per_value"] == pytest.approx(8 * 2 * pages / (2 * 162 * 64))
+    page = 2 * compact["bits_per_value"] / 8 * 128 * 64  # keys and values of 230 - 4 - 64 tokens
+    exact_tokens = 2 * 4 * (230 - 128) * 64
+    assert heads * (page + exact_tokens) < compact["nbytes"] < heads * (page + 1.15 * exact_tokens)
+    assert compact["ratio"] == pytest.approx(exact["nbytes"] / compact["nbytes"])
     assert compact["kl"] > 0
     assert compact["encode_tokens_per_second"] > 0
     assert keys["seed"] == values["seed"] == result["seed"] == 7
     assert [one["preset"] for one in result["continuations"]] == ["exact", "compact", "paper"]
     assert all(len(one["tokens"]) == 40 for one in result["continuations"])
     assert result["continuations"][0]["same_as_exact"] == 40
+    assert result["report"]["preset"] == "paper"  # the last, as the default was not asked for
+    # every token in two layers; none of them on decoded keys and values
+    assert "attention on codes 80 times, on a first prefill 0, on decoded" in captured.out
+    assert "0-1" in result["report"]["table"]
     assert result["info"]["versions"]["torch"]
     assert (tiny_demo / "out.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(p.name for p in tiny_demo.iterdir()) == ["out.json", "out.png", "text.txt"]

@@ -1,14 +1,19 @@
-"""The demo: a real model's cache, compressed with every preset and judged against the exact one."""
+"""The demo: a real model on compressed caches of every preset, judged against the exact one.
+
+All that is scored and said comes from attention on the codes, of a
+:class:`polarquant_nb.hf.PolarCache`.
+"""
 
 from __future__ import annotations
 
+import copy
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from polarquant_nb.budgets import preset
+from polarquant_nb.budgets import DEFAULT_PRESET, preset
 from polarquant_nb.demo_output import draw_angles, format_result
 from polarquant_nb.formats import FormatPair
 from polarquant_nb.models import (
@@ -86,19 +91,24 @@ def run(
 
     import torch
 
-    from polarquant_nb import evaluate, info
+    from polarquant_nb import evaluate, hf, info
 
     if threads is not None:
         set_num_threads(threads)
     torch.set_num_threads(get_num_threads())
     loaded, window = _load(model, content, tokens, score_tokens, seed)
     ids = torch.tensor([window])
-    cache = evaluate.prefill(loaded.model, ids[:, :tokens], progress=True)
-    index = _middle_layer(cache)
-    layer = cache.layers[index]
+    exact = evaluate.prefill(loaded.model, ids[:, :tokens], progress=True)
+    index, layer = _middle_layer(loaded.model, exact)
     pairs = {name: _formats(name, layer, seed) for name in presets}
-    kernel_seconds = _warm_up(layer, pairs)
-    rows, continuations = _measure(loaded, cache, ids, tokens, pairs)
+    try:
+        hf.enable(loaded.model)
+        kernel_seconds = _warm_up(loaded.model, exact, ids[:, tokens:], pairs)
+        rows, continuations, reported = _measure(loaded, exact, ids, tokens, pairs)
+    except ValueError as error:
+        raise DemoError(f"the model is not supported: {error}") from error
+    finally:
+        hf.disable(loaded.model)
     draw_angles(png, layer.keys, index, seed)
     result = {
         "model": loaded.source,
@@ -108,14 +118,14 @@ def run(
         "seed": seed,
         "sinks": _SINKS,
         "recent": _RECENT,
-        "layers": len(cache.layers),
+        "layers": len(exact.layers),
         "num_kv_heads": layer.keys.shape[1],
         "head_dim": layer.keys.shape[-1],
         "formats": {name: asdict(pair) for name, pair in pairs.items()},
-        "whole_page_bits_per_value": {name: pair.bits_per_value for name, pair in pairs.items()},
         "rows": rows,
         "context_end": loaded.tokenizer.decode(window[tokens - 24 : tokens + 1]),
         "continuations": continuations,
+        "report": reported,
         "repeats": _REPEATS,
         "kernel_seconds": kernel_seconds,
         "total_seconds": time.perf_counter() - started,
@@ -153,12 +163,16 @@ def _load(
     return loaded, window
 
 
-def _middle_layer(cache: Any) -> int:
-    """Index of the layer whose keys are drawn; layers without attention have none."""
-    found = [i for i, layer in enumerate(cache.layers) if getattr(layer, "keys", None) is not None]
-    if not found:
-        raise DemoError("the model has no attention layer: there is nothing to compress")
-    return found[len(found) // 2]
+def _middle_layer(model: Any, exact: Any) -> tuple[int, Any]:
+    """The layer whose keys are drawn, of those that are compressed."""
+    from polarquant_nb.hf import PolarCache
+
+    try:
+        found = sorted(PolarCache(model.config).polar_layers)
+    except ValueError as error:
+        raise DemoError(f"the model is not supported: {error}") from error
+    index = found[len(found) // 2]
+    return index, exact.layers[index]
 
 
 def _formats(name: str, layer: Any, seed: int) -> FormatPair:
@@ -169,74 +183,107 @@ def _formats(name: str, layer: Any, seed: int) -> FormatPair:
     return FormatPair(replace(pair.keys, seed=seed), replace(pair.values, seed=seed))
 
 
-def _warm_up(layer: Any, pairs: Mapping[str, FormatPair]) -> float:
+def _compressed(model: Any, exact: Any, pair: FormatPair, sink: int) -> Any:
+    """A PolarCache of what an exact cache holds."""
+    from polarquant_nb.hf import PolarCache
+
+    return PolarCache(model.config, pair, sink=sink, recent=_RECENT).copy_from(exact)
+
+
+def _warm_up(model: Any, exact: Any, ids: Any, pairs: Mapping[str, FormatPair]) -> float:
     """Have kernels compiled, or read from Numba's cache, before anything is timed; seconds."""
     from tqdm.auto import tqdm
 
-    from polarquant_nb.codec import encode
+    from polarquant_nb.evaluate import greedy
 
     started = time.perf_counter()
     for pair in tqdm(pairs.values(), desc="kernels", unit="preset"):
-        for x, fmt in ((layer.keys, pair.keys), (layer.values, pair.values)):
-            encode(x[..., :1, :], fmt).decode()
+        greedy(model, _compressed(model, exact, pair, _SINKS[0]), ids[:, :1], 1)
     return time.perf_counter() - started
 
 
 def _measure(
-    loaded: LoadedModel, cache: Any, ids: Any, tokens: int, pairs: Mapping[str, FormatPair]
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Rows of both tables, and the continuations."""
+    loaded: LoadedModel, exact: Any, ids: Any, tokens: int, pairs: Mapping[str, FormatPair]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
+    """Rows of both tables, the continuations, and the report of one cache."""
     from tqdm.auto import tqdm
 
-    from polarquant_nb.evaluate import compare, compress, exact_nbytes, greedy, score
+    from polarquant_nb.evaluate import compare, exact_nbytes, score
 
-    fed, targets = ids[:, tokens:-1], ids[:, tokens + 1 :]
+    model, fed, targets = loaded.model, ids[:, tokens:-1], ids[:, tokens + 1 :]
     rows: list[dict[str, Any]] = []
     continuations: list[dict[str, Any]] = []
+    reports: dict[str, str] = {}
 
-    def continue_with(name: str, some_cache: Any) -> None:
-        produced = greedy(loaded.model, some_cache, fed[:, :1], _CONTINUATION)[0].tolist()
-        exact = continuations[0]["tokens"] if continuations else produced
-        differing = (i for i in range(len(exact)) if exact[i] != produced[i])
+    def continue_with(name: str, cache: Any) -> None:
+        produced = _generate(model, cache, ids[:, : tokens + 1])
+        first = continuations[0]["tokens"] if continuations else produced
+        differing = (i for i in range(len(first)) if first[i] != produced[i])
         continuations.append(
             {
                 "preset": name,
                 "tokens": produced,
                 "text": loaded.tokenizer.decode(produced),
-                "same_as_exact": next(differing, len(exact)),
+                "same_as_exact": next(differing, len(first)),
             }
         )
 
     with tqdm(total=1 + len(_SINKS) * len(pairs), desc="presets", unit="cache") as bar:
-        reference = score(loaded.model, cache, fed)
-        size = {"bits_per_value": 16.0, "nbytes": exact_nbytes(cache), "ratio": 1.0}
+        reference = score(model, exact, fed)
+        size = {"bits_per_value": 16.0, "nbytes": exact_nbytes(exact), "ratio": 1.0}
         rows.append({"preset": "exact", **size, **asdict(compare(reference, reference, targets))})
-        continue_with("exact", cache)
+        continue_with("exact", copy.deepcopy(exact))
         bar.update()
         for sink in _SINKS:
             for name, pair in pairs.items():
-                compressed = compress(cache, pair, sink=sink, recent=_RECENT)
-                seconds = min(
-                    compress(cache, pair, sink=sink, recent=_RECENT).encode_seconds
-                    for _ in range(_REPEATS)
-                )
-                judged = compare(score(loaded.model, compressed.cache, fed), reference, targets)
+                cache, seconds = _timed(model, exact, pair, sink)
+                held = cache.report()
                 rows.append(
                     {
                         "preset": name,
                         "sink": sink,
                         "recent": _RECENT,
-                        "bits_per_value": compressed.bits_per_value,
-                        "nbytes": compressed.nbytes,
-                        "ratio": compressed.ratio,
-                        **asdict(judged),
-                        "encode_tokens_per_second": (tokens - sink - _RECENT) / seconds,
+                        "bits_per_value": pair.bits_per_value,
+                        "nbytes": held.nbytes,
+                        "ratio": 1 / held.ratio,
+                        **asdict(compare(score(model, cache, fed), reference, targets)),
+                        "encode_tokens_per_second": tokens / seconds,
                     }
                 )
                 if sink:
-                    continue_with(name, compressed.cache)
+                    continue_with(name, cache)
+                    reports[name] = str(cache.report())
                 bar.update()
-    return rows, continuations
+    reported = DEFAULT_PRESET if DEFAULT_PRESET in reports else next(reversed(reports))
+    return rows, continuations, {"preset": reported, "table": reports[reported]}
+
+
+def _timed(model: Any, exact: Any, pair: FormatPair, sink: int) -> tuple[Any, float]:
+    """A compressed cache, and the seconds that making it took: the fastest of several."""
+    fastest = float("inf")
+    for _ in range(_REPEATS):
+        started = time.perf_counter()
+        cache = _compressed(model, exact, pair, sink)
+        fastest = min(fastest, time.perf_counter() - started)
+    return cache, fastest
+
+
+def _generate(model: Any, cache: Any, ids: Any) -> list[int]:
+    """A greedy continuation of ``ids``, all but the last of which the cache holds."""
+    import torch
+
+    from polarquant_nb.hf.versions import CACHE_ARGUMENT
+
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=_CONTINUATION,
+        do_sample=False,
+        eos_token_id=None,
+        **{CACHE_ARGUMENT: cache},
+    )
+    produced: list[int] = out[0, ids.shape[1] :].tolist()
+    return produced
 
 
 def _peak_memory() -> int | None:

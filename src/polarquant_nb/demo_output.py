@@ -39,19 +39,18 @@ def format_result(result: dict[str, Any]) -> str:
     ]
     for sink in sinks:
         kept = f"The first {sink} and last" if sink else "No sinks: only the last"
-        lines += ["", f"{kept} {recent} tokens kept exact", _LINE.format(*_HEAD)]
+        fewest = f"{kept} {recent} tokens kept exact, and up to {PAGE - 1} that do not fill a page"
+        lines += ["", fewest, _LINE.format(*_HEAD)]
         lines += [_table_line(row) for row in result["rows"] if row.get("sink", sink) == sink]
-    filled = [(result["tokens"] - sink - recent) % PAGE or PAGE for sink in sinks]
-    whole = [f"{name} {bits:.2f}" for name, bits in result["whole_page_bits_per_value"].items()]
     lines += [
         "",
-        f"bits    per number in pages, measured; a head's last page holds {filled[0]} (no sinks: "
-        f"{filled[1]})",
-        f"        of {PAGE} tokens; in whole pages: {', '.join(whole)}",
-        "MiB     of the whole cache, measured; tokens kept exact take 2 bytes a number",
+        "bits    per number in pages, offsets and radii included",
+        "MiB     all that the cache holds: pages, and exact tokens in float32, as they came; the "
+        "exact",
+        "        cache in fp16",
         "ratio   size in fp16 to this size",
         "KL      next-token distribution from the exact cache's: mean and standard error",
-        "encode  keys and values of all layers, kernels compiled before; fastest of "
+        "encode  keys and values of all layers into a cache, kernels compiled before; fastest of "
         f"{result['repeats']} runs",
         "",
         f"Greedy continuations of: ...{_one_line(result['context_end'])}",
@@ -60,8 +59,11 @@ def format_result(result: dict[str, Any]) -> str:
     for one in result["continuations"]:
         agree = f"({one['same_as_exact']:2d} of {len(one['tokens'])})"
         lines.append(f"{one['preset']:9} {agree}  {_one_line(one['text'])}")
-    peak = result["peak_memory_nbytes"]
+    report, peak = result["report"], result["peak_memory_nbytes"]
     lines += [
+        "",
+        f"What the cache of {report['preset']} holds then:",
+        report["table"],
         "",
         f"{result['total_seconds']:.0f} s, of which {result['kernel_seconds']:.0f} s to compile "
         "kernels or to read them from Numba's cache"
