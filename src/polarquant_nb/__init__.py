@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from polarquant_nb.codebooks import Codebooks
     from polarquant_nb.codec import decode, encode
     from polarquant_nb.formats import FormatPair, PolarFormat
+    from polarquant_nb.online import OnlinePreconditioner
     from polarquant_nb.pages import PolarPages
     from polarquant_nb.preconditioning import Preconditioner, RotaryBias, key_scales
     from polarquant_nb.threads import get_num_threads, set_num_threads
@@ -25,6 +26,7 @@ __all__ = [
     "Codebooks",
     "FormatPair",
     "KVCache",
+    "OnlinePreconditioner",
     "PolarFormat",
     "PolarPages",
     "Preconditioner",
@@ -48,6 +50,7 @@ _HOME = {
     "Codebooks": "codebooks",
     "FormatPair": "formats",
     "KVCache": "cache",
+    "OnlinePreconditioner": "online",
     "PolarFormat": "formats",
     "PolarPages": "pages",
     "Preconditioner": "preconditioning",

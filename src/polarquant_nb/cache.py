@@ -9,11 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from polarquant_nb import cache_attention, cache_files
-from polarquant_nb.arrays import open_elements, open_integers
+from polarquant_nb.arrays import ArrayKind, open_elements, open_integers
 from polarquant_nb.budgets import format_pair
 from polarquant_nb.cache_state import CacheState, Settings
 from polarquant_nb.codebooks import Codebooks
 from polarquant_nb.formats import FormatPair, PolarFormat, integer
+from polarquant_nb.online import OnlinePreconditioner
 from polarquant_nb.preconditioning import Preconditioner
 from polarquant_nb.queries import open_logits, open_mask, open_queries, result
 from polarquant_nb.storable import check_storable
@@ -57,9 +58,10 @@ class KVCache:
         when they are appended, or store them as :func:`encode` does.
     key_codebooks, value_codebooks : Codebooks, optional
         Fitted codebooks instead of the analytic ones.
-    preconditioner : Preconditioner, optional
-        Key scales and rotary bias of the layer.  For a rotary bias, a row's token i is at position
-        i; it makes :meth:`attend` use 4 more bytes of scratch per packed token and query head.
+    preconditioner : Preconditioner or OnlinePreconditioner, optional
+        Key scales and rotary bias of the layer, or how to fit them to the first tokens.  For a
+        rotary bias, a row's token i is at position i; it makes :meth:`attend` use 4 more bytes of
+        scratch per packed token and query head.
 
     Raises
     ------
@@ -95,7 +97,7 @@ class KVCache:
         nan: Literal["raise", "propagate"] = "raise",
         key_codebooks: Codebooks | None = None,
         value_codebooks: Codebooks | None = None,
-        preconditioner: Preconditioner | None = None,
+        preconditioner: Preconditioner | OnlinePreconditioner | None = None,
     ) -> None:
         formats = format_pair(
             key_format, value_format, head_dim=head_dim, value_head_dim=value_head_dim
@@ -157,7 +159,15 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Bytes held: exact buffers, pages (shared ones once), their tables, fitted codebooks."""
-        return self._state.keys.nbytes + self._state.values.nbytes if self._state else 0
+        return self._state.nbytes if self._state else 0
+
+    @property
+    def wants_queries(self) -> bool:
+        """Whether the next append must be given the queries: see OnlinePreconditioner."""
+        if self._state is None:
+            online = self._settings.preconditioner
+            return isinstance(online, OnlinePreconditioner) and online.scales
+        return self._state.fitting is not None and self._state.fitting.wants_queries
 
     @property
     def bits_per_value(self) -> float:
@@ -176,7 +186,7 @@ class KVCache:
     # ---- what changes it -------------------------------------------------------------------------
 
     @traced_by("traced_append")
-    def append(self, k: Any, v: Any, padding: Any = None) -> None:
+    def append(self, k: Any, v: Any, padding: Any = None, *, q: Any = None) -> None:
         """Add tokens to the end of each row.
 
         Parameters
@@ -189,13 +199,17 @@ class KVCache:
         padding : array_like of int, shape ``(batch,)``, optional
             How many first tokens of each row are padding, 0 to n.  They are not stored, and not
             looked at.
+        q : of a float dtype, shape ``(batch, num_heads, n, head_dim)``, optional
+            Queries of the same tokens, after the positional encoding; looked at only while
+            :attr:`wants_queries`.
 
         Raises
         ------
         TypeError
-            If ``k`` or ``v`` is no float array on the CPU, or of another type than before.
+            If ``k``, ``v`` or ``q`` is no float array on the CPU, or of another type than before.
         ValueError
-            If shapes do not fit, or (with ``nan="raise"``) a vector cannot be stored.
+            If shapes do not fit, queries are wanted and not given, or (with ``nan="raise"``) a
+            vector cannot be stored.
         """
         (keys, kind), (values, value_kind) = open_elements(k, "k"), open_elements(v, "v")
         self._check_shapes(keys.shape, values.shape)
@@ -211,9 +225,10 @@ class KVCache:
         paddings = [0] * batch if padding is None else _open_padding(padding, batch, n)
         state = state or CacheState.empty(self._settings, kind, batch, num_kv_heads)
         if self._settings.nan == "raise":
-            check_storable(keys, kind, "k", paddings, self._settings.longest_key)
+            check_storable(keys, kind, "k", paddings, state.longest_key)
             check_storable(values, kind, "v", paddings)
-        self._state = state.appended(keys, values, paddings)
+        queries = self._open_appended_queries(q, keys.shape) if self.wants_queries else None
+        self._state = state.appended(keys, values, paddings, queries)
 
     def crop(self, n: Any) -> None:
         """Keep the first tokens of each row.
@@ -445,6 +460,21 @@ class KVCache:
                 key_format, value_format, head_dim=head_dim, value_head_dim=value_head_dim
             )
         return _with(cls, *cache_files.load_cache(path, expected))
+
+    def _open_appended_queries(self, q: Any, k: tuple[int, ...]) -> tuple[Any, ArrayKind]:
+        if q is None:
+            raise ValueError(
+                "q is None; while an OnlinePreconditioner has not fitted its key scales, append "
+                "needs the queries of the tokens: cache.append(k, v, q=q)"
+            )
+        elements, kind = open_elements(q, "q")
+        shape = elements.shape
+        if len(shape) != 4 or (shape[0], *shape[2:]) != (k[0], *k[2:]) or shape[1] % k[1]:
+            raise ValueError(
+                f"q has shape {shape}; it must be ({k[0]}, num_heads, {k[2]}, {k[3]}), num_heads a "
+                f"multiple of {k[1]}"
+            )
+        return elements, kind
 
     def _opened(self) -> CacheState:
         if self._state is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from polarquant_nb.files import (
 )
 from polarquant_nb.formats import FormatPair
 from polarquant_nb.layout import PAGE
+from polarquant_nb.online import Fitting, OnlinePreconditioner
 from polarquant_nb.token_store import TokenStore
 
 __all__ = ["from_plain", "load_cache", "save_cache", "to_plain"]
@@ -43,7 +45,13 @@ def save_cache(path: str | os.PathLike[str], settings: Settings, state: CacheSta
         What it holds, if anything.
     """
     numbers, arrays = to_plain(state)
-    record, own_arrays = preconditioner_record(settings.preconditioner)
+    online: dict[str, Any] | None = None
+    record, own_arrays = preconditioner_record(None)
+    if isinstance(settings.preconditioner, OnlinePreconditioner):
+        online = {**vars(settings.preconditioner)}
+        online["inv_freq"] = None if online["inv_freq"] is None else online["inv_freq"].tolist()
+    else:
+        record, own_arrays = preconditioner_record(settings.preconditioner)
     header = {
         "key_format": format_record(settings.formats.keys, settings.codebooks[0]),
         "value_format": format_record(settings.formats.values, settings.codebooks[1]),
@@ -51,6 +59,7 @@ def save_cache(path: str | os.PathLike[str], settings: Settings, state: CacheSta
         "recent": settings.recent,
         "nan": settings.nan,
         "preconditioner": record,
+        "online": online,
         "numbers": numbers,
     }
     write_file(path, "cache", header, {**arrays, **own_arrays})
@@ -85,9 +94,11 @@ def load_cache(
         formats = FormatPair(keys, values)
         if expected not in (None, formats):
             raise ValueError(f"it has {formats}, not {expected}")
+        preconditioner = read_preconditioner(header["preconditioner"], arrays)
+        online = header["online"]
         settings = Settings(
             formats, (key_codebooks, value_codebooks), header["sink"], header["recent"],
-            header["nan"], read_preconditioner(header["preconditioner"], arrays),
+            header["nan"], preconditioner if online is None else OnlinePreconditioner(**online),
         )  # fmt: skip
         return settings, from_plain(settings, header["numbers"], arrays)
 
@@ -121,6 +132,13 @@ def to_plain(state: CacheState | None) -> tuple[dict[str, Any], dict[str, npt.ND
             row[:, held:] = 0  # what a crop has left there
         pages, index = store.table.to_arrays()
         arrays |= {f"{name}.exact": exact, f"{name}.pages": pages, f"{name}.index": index}
+    fitting = state.fitting
+    if fitting is not None:
+        record, fitted = preconditioner_record(state.keys.table.preconditioner)
+        numbers["fitting"] = {
+            "counts": list(fitting.counts), "fixed": list(fitting.fixed), "fitted": record,
+        }  # fmt: skip
+        arrays |= {"fitting.q_squared": fitting.q_squared, **fitted}
     return numbers, arrays
 
 
@@ -154,8 +172,11 @@ def from_plain(settings: Settings, numbers: Mapping[str, Any], arrays: Arrays) -
             raise ValueError(f"it has a row of {e} exact tokens and {p} in pages")
     batch, num_kv_heads = len(exact), arrays["keys.exact"].shape[1]
     state = CacheState.empty(settings, kind, batch, num_kv_heads)
+    keys, fitting = state.keys, state.fitting
+    if fitting is not None:
+        keys, fitting = _with_fitting(keys, fitting, numbers["fitting"], arrays)
     stores = []
-    for name, store in (("keys", state.keys), ("values", state.values)):
+    for name, store in (("keys", keys), ("values", state.values)):
         tokens, pages, index = (arrays[f"{name}.{part}"] for part in ("exact", "pages", "index"))
         most, most_pages = max(exact, default=0), -(-max(packed, default=0) // PAGE)
         head_dim, page_words = store.exact.shape[3], store.table.format.layout.num_words
@@ -174,4 +195,26 @@ def from_plain(settings: Settings, numbers: Mapping[str, Any], arrays: Arrays) -
             raise ValueError(f"{name}.index does not fit {packed} tokens and {len(pages)} pages")
         table = store.table.with_arrays(pages, index, packed)
         stores.append(TokenStore(kind, tokens.copy(), table))
-    return CacheState(settings, stores[0], stores[1], tuple(exact))
+    return CacheState(settings, stores[0], stores[1], tuple(exact), fitting)
+
+
+def _with_fitting(
+    keys: TokenStore, fitting: Fitting, numbers: Mapping[str, Any], arrays: Arrays
+) -> tuple[TokenStore, Fitting]:
+    """What an OnlinePreconditioner has found out."""
+    fitted, neutral = read_preconditioner(numbers["fitted"], arrays), keys.table.preconditioner
+    q_squared = arrays["fitting.q_squared"]
+    counts, fixed = tuple(numbers["counts"]), tuple(numbers["fixed"])
+    assert neutral is not None
+    if (
+        fitted is None
+        or fitted.shape != neutral.shape
+        or (fitted.scales is None, fitted.bias is None)
+        != (neutral.scales is None, neutral.bias is None)
+        or q_squared.shape != fitting.q_squared.shape
+        or len(counts) != len(fitting.counts)
+        or len(fixed) != len(counts)
+    ):
+        raise ValueError("what was fitted does not fit the cache")
+    new = replace(fitting, q_squared=q_squared.copy(), counts=counts, fixed=fixed)
+    return keys.with_preconditioner(fitted), new

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Literal
 
+import numpy as np
 import numpy.typing as npt
 
-from polarquant_nb.arrays import ArrayKind, new_array
+from polarquant_nb.arrays import ArrayKind, new_array, widen
 from polarquant_nb.codebooks import Codebooks
 from polarquant_nb.formats import FormatPair, integer
 from polarquant_nb.layout import PAGE
+from polarquant_nb.online import Fitting, OnlinePreconditioner
 from polarquant_nb.preconditioning import Preconditioner
 from polarquant_nb.storable import MAX_NORM
 from polarquant_nb.token_store import Placement, TokenStore
 
 __all__ = ["CacheState", "Settings", "runs"]
+
+_ALL = 2**62
+"""Recent tokens of a row that is not fitted yet."""
 
 Array = npt.NDArray[Any]
 
@@ -36,7 +41,7 @@ class Settings:
         First and last tokens that stay exact.
     nan : {'raise', 'propagate'}
         What to do with vectors that cannot be stored.
-    preconditioner : Preconditioner, optional
+    preconditioner : Preconditioner or OnlinePreconditioner, optional
         Of the keys.
 
     Raises
@@ -53,7 +58,7 @@ class Settings:
     sink: int
     recent: int
     nan: Literal["raise", "propagate"]
-    preconditioner: Preconditioner | None = None
+    preconditioner: Preconditioner | OnlinePreconditioner | None = None
 
     def __post_init__(self) -> None:
         for name in ("sink", "recent"):
@@ -73,22 +78,42 @@ class Settings:
                     f"{side}_codebooks have {codebooks.level_bits} bits by level; the format has "
                     f"{fmt.level_bits}"
                 )
-        if self.preconditioner is not None:
-            if not isinstance(self.preconditioner, Preconditioner):
-                raise TypeError(
-                    f"preconditioner is {self.preconditioner!r}; it must be a Preconditioner"
-                )
-            self.preconditioner.check(self.formats.keys, ("batch", "num_kv_heads"))
+        if self.preconditioner is None:
+            return
+        if not isinstance(self.preconditioner, (Preconditioner, OnlinePreconditioner)):
+            raise TypeError(
+                f"preconditioner is {self.preconditioner!r}; it must be a Preconditioner or an "
+                "OnlinePreconditioner"
+            )
+        self.initial(1, 1).check(self.formats.keys, ("batch", "num_kv_heads"))
 
-    @property
-    def longest_key(self) -> float:
-        """Largest norm of a key that can be stored."""
-        return MAX_NORM if self.preconditioner is None else self.preconditioner.longest
+    def initial(self, batch: int, num_kv_heads: int) -> Preconditioner:
+        """What keys are encoded with, before anything is fitted; only if there is one.
+
+        Parameters
+        ----------
+        batch, num_kv_heads : int
+            Rows, and kv heads.
+
+        Returns
+        -------
+        Preconditioner
+            The given one, or one that changes nothing.
+        """
+        given = self.preconditioner
+        assert given is not None
+        if isinstance(given, Preconditioner):
+            return given
+        return given.neutral((batch, num_kv_heads, self.formats.keys.head_dim))
 
     @property
     def capacity(self) -> int:
         """Most exact tokens of a row."""
-        return self.sink + self.recent + PAGE - 1
+        most = self.sink + self.recent + PAGE - 1
+        online = self.preconditioner
+        if isinstance(online, OnlinePreconditioner):
+            return max(most, online.min_tokens - 1)
+        return most
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,12 +128,15 @@ class CacheState:
         Their tokens.
     exact : tuple of int
         Exact tokens of each row; its other tokens are in pages.
+    fitting : Fitting, optional
+        With an OnlinePreconditioner.
     """
 
     settings: Settings
     keys: TokenStore
     values: TokenStore
     exact: tuple[int, ...]
+    fitting: Fitting | None = None
 
     @staticmethod
     def empty(settings: Settings, kind: ArrayKind, batch: int, num_kv_heads: int) -> CacheState:
@@ -128,9 +156,13 @@ class CacheState:
         CacheState
             With buffers of its own.
         """
-        formats, preconditioner = settings.formats, settings.preconditioner
-        if preconditioner is not None:
+        formats, preconditioner, fitting = settings.formats, None, None
+        if settings.preconditioner is not None:
+            preconditioner = settings.initial(batch, num_kv_heads)
             preconditioner.check(formats.keys, (batch, num_kv_heads))
+            if isinstance(settings.preconditioner, OnlinePreconditioner):
+                shape = batch, num_kv_heads, formats.keys.head_dim
+                fitting = Fitting.empty(settings.preconditioner, shape)
         keys, values = (
             TokenStore.empty(kind, fmt, codebooks, batch, num_kv_heads, before, settings.sink)
             for fmt, codebooks, before in zip(
@@ -138,12 +170,23 @@ class CacheState:
                 strict=True,
             )
         )  # fmt: skip
-        return CacheState(settings, keys, values, (0,) * batch)
+        return CacheState(settings, keys, values, (0,) * batch, fitting)
 
     @property
     def kind(self) -> ArrayKind:
         """What is appended."""
         return self.keys.kind
+
+    @property
+    def longest_key(self) -> float:
+        """Largest norm of a key that can be stored."""
+        preconditioner = self.keys.table.preconditioner
+        return MAX_NORM if preconditioner is None else preconditioner.longest
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything."""
+        return self.keys.nbytes + self.values.nbytes + (self.fitting.nbytes if self.fitting else 0)
 
     @property
     def num_kv_heads(self) -> int:
@@ -165,7 +208,9 @@ class CacheState:
         """Tokens of the longest row."""
         return max(self.lengths, default=0)
 
-    def appended(self, k: Array, v: Array, padding: Sequence[int]) -> CacheState:
+    def appended(
+        self, k: Array, v: Array, padding: Sequence[int], q: tuple[Array, ArrayKind] | None = None
+    ) -> CacheState:
         """The state after an append.
 
         Parameters
@@ -174,20 +219,42 @@ class CacheState:
             Elements of vectors that can be stored.
         padding : sequence of int
             First tokens of each row that are none.
+        q : tuple of ndarray and ArrayKind, optional
+            Their queries, where they are wanted.
 
         Returns
         -------
         CacheState
             The next state; it may go on using the buffers of this one.
         """
-        sink, recent = self.settings.sink, self.settings.recent
+        keys, fitting, recent = self.keys, self.fitting, (self.settings.recent,) * len(padding)
+        if fitting is not None and not all(fitting.fixed):
+            keys, fitting = self._fitted(fitting, k, padding, q)
+            recent = tuple(r if f else _ALL for r, f in zip(recent, fitting.fixed, strict=True))
         placements = [
-            Placement.of(rows, k.shape[2] - padded, exact, packed, sink, recent)
-            for rows, (exact, packed, padded) in runs(self.exact, self.packed, padding)
+            Placement.of(rows, k.shape[2] - padded, exact, packed, self.settings.sink, last)
+            for rows, (exact, packed, padded, last) in runs(
+                self.exact, self.packed, padding, recent
+            )
         ]
-        keys, values = self.keys.appended(k, placements), self.values.appended(v, placements)
+        keys, values = keys.appended(k, placements), self.values.appended(v, placements)
         exact = [p.exact_after for p in placements for _ in range(p.rows.start, p.rows.stop)]
-        return CacheState(self.settings, keys, values, tuple(exact))
+        return CacheState(self.settings, keys, values, tuple(exact), fitting)
+
+    def _fitted(
+        self, fitting: Fitting, k: Array, padding: Sequence[int], q: tuple[Array, ArrayKind] | None
+    ) -> tuple[TokenStore, Fitting]:
+        """The keys, with the preconditioner of rows fitted that have enough tokens now."""
+        if q is not None:
+            fitting = fitting.observed(*q, padding)
+        preconditioner = self.keys.table.preconditioner
+        assert preconditioner is not None
+        new = [length + k.shape[2] - n for length, n in zip(self.lengths, padding, strict=True)]
+        for row in fitting.ready(new):  # all of its tokens are exact
+            held = self.keys.exact[row, :, : self.exact[row]]
+            own = np.concatenate([held, k[row, :, padding[row] :]], 1)
+            fitting, preconditioner = fitting.fitted(row, widen(own, self.kind), preconditioner)
+        return self.keys.with_preconditioner(preconditioner), fitting
 
     def cropped(self, lengths: Sequence[int]) -> CacheState:
         """The first tokens of each row.
@@ -206,7 +273,7 @@ class CacheState:
         packed = [max(0, min(p, n - sink)) for p, n in zip(self.packed, lengths, strict=True)]
         exact = [n - p for p, n in zip(packed, lengths, strict=True)]
         keys, values = self.keys.cropped(packed), self.values.cropped(packed)
-        return CacheState(self.settings, keys, values, tuple(exact))
+        return replace(self, keys=keys, values=values, exact=tuple(exact))
 
     def select(self, indices: Sequence[int]) -> CacheState:
         """Rows in another order, each as often as wanted, in buffers of their own.
@@ -223,11 +290,12 @@ class CacheState:
         """
         exact = tuple(self.exact[i] for i in indices)
         keys, values = self.keys.select(indices), self.values.select(indices)
-        return CacheState(self.settings, keys, values, exact)
+        fitting = self.fitting.select(indices) if self.fitting else None
+        return CacheState(self.settings, keys, values, exact, fitting)
 
     def copy(self) -> CacheState:
         """The same tokens in buffers of their own; pages are shared."""
-        return CacheState(self.settings, self.keys.copy(), self.values.copy(), self.exact)
+        return replace(self, keys=self.keys.copy(), values=self.values.copy())
 
     def decode(self, store: TokenStore) -> Any:
         """All keys, or values, of the array type and dtype that was appended.

@@ -13,7 +13,8 @@ position i (*RotaryBias*).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -244,7 +245,7 @@ class Preconditioner:
         frequencies = self.bias.inv_freq.nbytes if self.bias else 0
         return sum(x.nbytes for x in self._vectors()) + frequencies
 
-    @property
+    @cached_property
     def longest(self) -> float:
         """Norm of vectors up to which none becomes longer than 65504."""
         largest = 1.0 if self.scales is None else max(1.0, float(self.scales.max()))
@@ -311,6 +312,34 @@ class Preconditioner:
             Of shape ``(rows, head_dim)``.
         """
         return self._map(lambda x: _for_rows(x, num_rows)[rows])
+
+    def with_row(self, row: int, other: Preconditioner) -> Preconditioner:
+        """With one batch row's numbers replaced.
+
+        Parameters
+        ----------
+        row : int
+            Which.
+        other : Preconditioner
+            Of one batch row, with the same parts.
+
+        Returns
+        -------
+        Preconditioner
+            Of the same shape.
+        """
+
+        def replaced(all_rows: FloatArray, new: FloatArray) -> FloatArray:
+            changed = all_rows.copy()
+            changed[row] = new[0]
+            return changed
+
+        scales, bias = self.scales, self.bias
+        if scales is not None and other.scales is not None:
+            scales = replaced(scales, other.scales)
+        if bias is not None and other.bias is not None:
+            bias = replace(bias, vectors=replaced(bias.vectors, other.bias.vectors))
+        return Preconditioner(scales, bias)
 
     def select(self, indices: Sequence[int]) -> Preconditioner:
         """Batch rows in another order; the same object if all have one.

@@ -8,7 +8,7 @@ are: there is no recent token before there are all sinks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -152,6 +152,11 @@ class TokenStore:
         preconditioner = self.table.preconditioner
         extra = preconditioner.nbytes if preconditioner is not None else 0
         return self.exact.nbytes + self.table.nbytes + self.table.codebooks.nbytes + extra
+
+    def with_preconditioner(self, preconditioner: Preconditioner) -> TokenStore:
+        """The same store with another preconditioner, of rows that have no pages yet."""
+        table = replace(self.table, preconditioner=preconditioner)
+        return TokenStore(self.kind, self.exact, table)
 
     def copy(self) -> TokenStore:
         """Another store with the same tokens; blocks are shared."""

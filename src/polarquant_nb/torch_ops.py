@@ -49,7 +49,13 @@ def _not_part_of_a_graph(function: Callable[..., Any], *args: Any, **kwargs: Any
 
 
 def traced_append(
-    function: Callable[..., Any], cache: KVCache, k: Any, v: Any, padding: Any = None
+    function: Callable[..., Any],
+    cache: KVCache,
+    k: Any,
+    v: Any,
+    padding: Any = None,
+    *,
+    q: Any = None,
 ) -> None:
     """:meth:`KVCache.append` in a graph.
 
@@ -59,14 +65,14 @@ def traced_append(
         That method, for what is no torch tensor.
     cache : KVCache
         What is appended to.
-    k, v, padding
+    k, v, padding, q
         As there.
     """
     token = cache._token.tensor
     if token is None or not (isinstance(k, Tensor) and isinstance(v, Tensor)):
-        call_untraced(function, cache, k, v, padding)
+        call_untraced(function, cache, k, v, padding, q=q)
     else:
-        _OPS.append.default(token, k.detach(), v.detach(), _tensor(padding))
+        _OPS.append.default(token, k.detach(), v.detach(), _tensor(padding), _tensor(q))
 
 
 def traced_attend(
@@ -156,7 +162,7 @@ def _tensor(x: Any) -> Tensor | None:
 # ---- what runs in a graph ------------------------------------------------------------------------
 
 
-def _append(token: Tensor, k: Tensor, v: Tensor, padding: Tensor | None) -> None:
+def _append(token: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, q: Tensor | None) -> None:
     """Append behind what the cache held at the token's count.
 
     So the operator is a function of its arguments: what runs twice on the same token, to check or
@@ -170,7 +176,7 @@ def _append(token: Tensor, k: Tensor, v: Tensor, padding: Tensor | None) -> None
         own.numbers[1] = count
     _check_order(cache, count)
     before = cache._state
-    cache.append(k, v, padding)
+    cache.append(k, v, padding, q=q)
     own.before = (before,)
     numbers[1] = count + 1
 
@@ -241,9 +247,9 @@ _LIBRARY = _library.Library("polarquant_nb", "DEF")  # what is registered goes w
 
 for _schema, _run, _pretend in (
     (
-        "append(Tensor(a!) token, Tensor k, Tensor v, Tensor? padding) -> ()",
+        "append(Tensor(a!) token, Tensor k, Tensor v, Tensor? padding, Tensor? q=None) -> ()",
         _append,
-        lambda token, k, v, padding: None,
+        lambda token, k, v, padding, q=None: None,
     ),
     (
         "attend(Tensor token, Tensor q, Tensor? mask, SymInt value_head_dim, float? scale, "
