@@ -754,6 +754,24 @@ def test_a_cache_of_another_batch_or_model(enabled):
         forward(enabled("llama", num_hidden_layers=3), polar(model), random_ids(2, 1))
 
 
+@pytest.mark.parametrize("filled_first", [False, True])
+def test_a_cache_made_for_a_model_of_the_same_shapes(enabled, filled_first):
+    """As with a DynamicCache: the cache is what was put into it, whoever it was made for."""
+    first, second = tiny("llama"), tiny("llama", seed=1)
+    ids, more = random_ids(2, 9), random_ids(2, 14)
+
+    def continued(make):
+        cache = make(first)
+        if filled_first:
+            forward(first, cache, ids)
+        return generate(second, cache, more)
+
+    want = continued(dynamic)
+    enabled("llama")
+    enabled("llama", seed=1)
+    assert torch.equal(continued(polar), want)
+
+
 def test_tensors_on_another_device():
     x = torch.zeros(1, 2, 1, 32, device="meta")
     with pytest.raises(TypeError, match="PolarCache supports models on the CPU"):

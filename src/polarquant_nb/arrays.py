@@ -119,7 +119,9 @@ def open_elements(x: Any, name: str = "x") -> tuple[npt.NDArray[Any], ArrayKind]
         raise TypeError(f"{name} has dtype {dtype}; it must be one of {', '.join(DTYPES)}")
     if x.ndim < 2:
         raise ValueError(f"{name} has shape {x.shape}; it must be (..., seq_len, head_dim)")
-    if not x.dtype.isnative or not x.flags.aligned or any(s % x.itemsize for s in x.strides):
+    if family == "numpy" and (
+        not x.dtype.isnative or not x.flags.aligned or any(s % x.itemsize for s in x.strides)
+    ):
         x = np.ascontiguousarray(x, x.dtype.newbyteorder("="))
     return x, ArrayKind(family, dtype)
 
@@ -296,7 +298,8 @@ def _from_torch(torch: Any, x: Any, name: str) -> tuple[npt.NDArray[Any], str]:
         raise TypeError(f"{name} has layout {x.layout}; it must be a dense (strided) tensor")
     if dtype not in DTYPES:
         raise TypeError(f"{name} has dtype {dtype}; it must be one of {', '.join(DTYPES)}")
-    x = x.detach().resolve_neg()
+    if x.requires_grad or x.is_neg():
+        x = x.detach().resolve_neg()
     if dtype in ("float16", "bfloat16"):
         return x.view(torch.int16).numpy().view(np.uint16), dtype
     return x.numpy(), dtype

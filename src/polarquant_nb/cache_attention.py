@@ -85,11 +85,17 @@ def _attend_packed(
     """Over pages: all rows at once."""
     batch, num_kv_heads, group, q_len, head_dim = queries.x.shape
     rows, n, seq_len = batch * num_kv_heads, group * q_len, state.seq_len
-    lengths = np.array(state.lengths)
-    sinks = np.minimum(lengths, state.settings.sink)
-    bias = None if mask is None else bias_of(mask, queries, seq_len, seq_len - lengths + sinks)
-    visible = np.empty((batch, num_kv_heads, group, q_len), np.int64)
-    visible[:] = ((lengths - sinks - q_len + 1)[:, None] + np.arange(q_len))[:, None, None]
+    after_sinks = [max(0, length - state.settings.sink) for length in state.lengths]
+    bias = None
+    if mask is not None:
+        bias = bias_of(mask, queries, seq_len, seq_len - np.array(after_sinks))
+    shape = batch, num_kv_heads, group, q_len
+    if min(state.exact) >= state.settings.sink + q_len:  # all pages are in the past
+        visible = np.full(shape, seq_len)
+    else:
+        visible = np.empty(shape, np.int64)
+        last = np.array(after_sinks)[:, None, None, None] + np.arange(1 - q_len, 1)
+        visible[:] = last
     problem = Problem(
         queries=queries.x.reshape(rows, n, head_dim),
         keys=state.keys.table.rows,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 from typing import Any, Literal
 
@@ -198,12 +199,12 @@ class CacheState:
         """Tokens of each row in pages."""
         return self.keys.table.lengths
 
-    @property
+    @cached_property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each row."""
         return tuple(map(sum, zip(self.exact, self.packed, strict=True)))
 
-    @property
+    @cached_property
     def seq_len(self) -> int:
         """Tokens of the longest row."""
         return max(self.lengths, default=0)
@@ -338,6 +339,9 @@ def runs(*columns: Sequence[int]) -> Iterator[tuple[slice, tuple[int, ...]]]:
     slice, tuple of int
         Rows, and their numbers.
     """
+    if len(columns[0]) == 1:  # as in nearly every call
+        yield slice(0, 1), tuple(column[0] for column in columns)
+        return
     first = 0
     for numbers, rows in groupby(zip(*columns, strict=True)):
         stop = first + sum(1 for _ in rows)

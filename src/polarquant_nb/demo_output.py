@@ -45,10 +45,8 @@ def format_result(result: dict[str, Any]) -> str:
     lines += [
         "",
         "bits    per number in pages, offsets and radii included",
-        "MiB     all that the cache holds: pages, and exact tokens in float32, as they came; the "
-        "exact",
-        "        cache in fp16",
-        "ratio   size in fp16 to this size",
+        "MiB     all that the cache holds; exact tokens are in float32, as this model has them",
+        "ratio   size in fp16, which is what the exact cache is counted in, to this size",
         "KL      next-token distribution from the exact cache's: mean and standard error",
         "encode  keys and values of all layers into a cache, kernels compiled before; fastest of "
         f"{result['repeats']} runs",

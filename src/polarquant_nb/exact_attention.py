@@ -75,7 +75,7 @@ def attend_exact(
         if visible is not None:
             np.copyto(scores, -np.inf, where=positions >= visible[here, None])
         top = scores.max(-1, keepdims=True)
-        top[np.isneginf(top)] = 0  # sees nothing: any finite number will do
+        top[top == -np.inf] = 0  # sees nothing: any finite number will do
         weights = np.exp2(np.subtract(scores, top, out=scores), out=scores)
         total = weights.sum(-1, keepdims=True)
         lse[..., here] = ((top + np.log2(total)) / np.float32(LOG2_E))[..., 0]
@@ -100,13 +100,7 @@ def merge(
         Likewise, of both together.
     """
     (out_a, lse_a), (out_b, lse_b) = a, b
-    top = np.maximum(lse_a, lse_b)
-    top[np.isneginf(top)] = 0
-    share_a: FloatArray = np.exp(lse_a - top)
-    share_b: FloatArray = np.exp(lse_b - top)
-    total = share_a + share_b
-    lse = top + np.log(total)
-    total[total == 0] = 1
-    share_a /= total
-    share_b /= total
-    return out_a * share_a[..., None] + out_b * share_b[..., None], lse
+    share = 1 / (1 + np.exp(lse_b - lse_a))  # of the first set in all weights
+    share[np.isnan(share)] = 0  # both saw nothing, or are NaN themselves
+    share = share[..., None]
+    return out_a * share + out_b * (1 - share), np.logaddexp(lse_a, lse_b)

@@ -97,7 +97,9 @@ def open_queries(q: Any, held: tuple[int, ...], holder: str) -> Queries:
         raise ValueError(
             f"q has {shape[1]} heads; they must be a multiple of num_kv_heads = {kv_heads}"
         )
-    x = np.require(widen(elements, kind), requirements=["C", "W"])
+    x = widen(elements, kind)
+    if not (x.flags.c_contiguous and x.flags.writeable):
+        x = x.copy()
     return Queries(x.reshape(batch, kv_heads, shape[1] // kv_heads, *shape[2:]), kind)
 
 

@@ -49,6 +49,9 @@ def check_storable(
         If a vector is not finite or its norm is beyond ``longest``; the message names the first.
     """
     if x.size <= _CHUNK and not any(padding):
+        flat = widen(x, kind).reshape(-1)
+        if np.dot(flat, flat) <= _LIMIT:  # all together are no longer than one may be
+            return
         parts = [((0, 0, 0), x)]
     else:
         tokens = max(1, _CHUNK // x.shape[-1])

@@ -162,7 +162,9 @@ def _tensor(x: Any) -> Tensor | None:
 # ---- what runs in a graph ------------------------------------------------------------------------
 
 
-def _append(token: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, q: Tensor | None) -> None:
+def _append(
+    token: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, q: Tensor | None = None
+) -> None:
     """Append behind what the cache held at the token's count.
 
     So the operator is a function of its arguments: what runs twice on the same token, to check or

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -248,9 +248,14 @@ class PolarLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         else:
             self.settle(mask)
             assert self._cache is not None
-            out, lse = self._cache.attend(q, shown, scale=scale, softcap=softcap, return_lse=True)
+            attend, lse = partial(self._cache.attend, q, shown, scale=scale, softcap=softcap), None
+            if sinks is None:
+                out = attend()
+            else:
+                out, lse = attend(return_lse=True)
         self.counts.coded += 1
         if sinks is not None:
+            assert lse is not None
             out = out * torch.sigmoid(lse - sinks[None, :, None])[..., None].to(out.dtype)
         return out
 
