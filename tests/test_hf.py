@@ -837,3 +837,29 @@ def test_the_real_model_says_what_it_says_with_an_exact_cache():
         assert torch.equal(evaluate.greedy(model, cache, fed[:, :1], 12), want)
     finally:
         pq.hf.disable(model)
+
+
+@pytest.mark.model
+def test_the_real_model_finds_a_needle_on_the_codes():
+    from polarquant_nb import contenders, needle
+    from polarquant_nb.models import load_text
+
+    loaded = real_model()
+    model = pq.hf.enable(loaded.model)
+    caches = []
+
+    def compress(exact):
+        caches.append(pq.hf.PolarCache(model.config).copy_from(exact))
+        return contenders.CompressedCache(caches[-1], 0, 0, 0)
+
+    hidden = needle.hide(loaded.tokenizer, load_text()[0], 500, 0.25)
+    ours = contenders.Contender("PolarCache", compress)
+    try:
+        exact, coded = needle.search(model, [hidden], loaded.tokenizer, [ours])
+    finally:
+        pq.hf.disable(model)
+    assert caches[0].layers[0].cache.formats == pq.preset("balanced", 64)
+    assert caches[0].report().ratio < 0.75
+    assert exact.hit
+    assert coded.hit
+    assert abs(coded.nll - exact.nll) < 0.2

@@ -94,8 +94,7 @@ def _attend_packed(
         visible = np.full(shape, seq_len)
     else:
         visible = np.empty(shape, np.int64)
-        last = np.array(after_sinks)[:, None, None, None] + np.arange(1 - q_len, 1)
-        visible[:] = last
+        visible[:] = np.array(after_sinks)[:, None, None, None] + np.arange(1 - q_len, 1)
     problem = Problem(
         queries=queries.x.reshape(rows, n, head_dim),
         keys=state.keys.table.rows,
