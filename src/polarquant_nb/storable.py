@@ -48,9 +48,10 @@ def check_storable(
     ValueError
         If a vector is not finite or its norm is beyond ``longest``; the message names the first.
     """
+    limit = np.float32(longest**2)
     if x.size <= _CHUNK and not any(padding):
         flat = widen(x, kind).reshape(-1)
-        if np.dot(flat, flat) <= _LIMIT:  # all together are no longer than one may be
+        if np.dot(flat, flat) <= limit:  # all together are no longer than one may be
             return
         parts = [((0, 0, 0), x)]
     else:
@@ -60,7 +61,6 @@ def check_storable(
             for row, head in np.ndindex(x.shape[:2])
             for start in range(padding[row], x.shape[2], tokens)
         ]
-    limit = np.float32(longest**2)
     for first, part in parts:
         wide = widen(part, kind)
         with np.errstate(over="ignore", invalid="ignore"):  # what overflows is found
