@@ -155,13 +155,13 @@ def _attention(
     key.pair.check()
     layer = key.pair.layer
     if key.exact is not None and value.exact is not None:
-        layer.settle(attention_mask)
+        layer.settle(attention_mask, query)
         layer.counts.exact += 1
         return exact(module, query, key.exact, value.exact, attention_mask, **options)
     out = _on_codes(layer, module, query, attention_mask, options)
     if out is not None:
         return out.transpose(1, 2).contiguous(), None
-    return exact(module, query, *layer.decode(attention_mask), attention_mask, **options)
+    return exact(module, query, *layer.decode(attention_mask, query), attention_mask, **options)
 
 
 def _on_codes(

@@ -7,15 +7,18 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
-from transformers import DynamicCache, PretrainedConfig
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from polarquant_nb.budgets import DEFAULT_PRESET, preset
 from polarquant_nb.cache import KVCache
 from polarquant_nb.formats import FormatPair
 from polarquant_nb.hf.handle import Counts, untraced
+from polarquant_nb.hf.key_bias import key_biases
 from polarquant_nb.hf.layer import PolarLayer
 from polarquant_nb.hf.report import CacheReport, LayerReport
+from polarquant_nb.online import OnlinePreconditioner
+from polarquant_nb.preconditioning import Preconditioner
 
 __all__ = ["PolarCache"]
 
@@ -37,6 +40,9 @@ class PolarCache(DynamicCache):
         What single layers have instead; None keeps one exact.  Negative indices count from the end.
     sink, recent, nan
         See :class:`polarquant_nb.KVCache`.
+    preconditioner : OnlinePreconditioner, or mapping of int to Preconditioner, optional
+        Of all compressed layers, for models that are enabled; or of single ones.  See also
+        :meth:`from_model`.
 
     Raises
     ------
@@ -63,12 +69,14 @@ class PolarCache(DynamicCache):
         sink: int = 4,
         recent: int = 64,
         nan: Literal["raise", "propagate"] = "raise",
+        preconditioner: OnlinePreconditioner | Mapping[int, Preconditioner] | None = None,
     ) -> None:
         text = _text_config(config)
         super().__init__(config=config)
         self.counts = Counts()
         chosen = _chosen(formats, layers or {}, len(self.layers))
-        options = {"sink": sink, "recent": recent, "nan": nan}
+        options: dict[str, Any] = {"sink": sink, "recent": recent, "nan": nan}
+        own = _preconditioners(preconditioner, len(self.layers))
         full = [i for i, layer in enumerate(self.layers) if type(layer) is DynamicLayer]
         if not full:
             kinds = ", ".join(sorted({type(layer).__name__ for layer in self.layers})) or "none"
@@ -85,8 +93,41 @@ class PolarCache(DynamicCache):
         for i in full:
             pair = chosen[i]
             if pair is not None:
-                _check_formats(pair, _head_dims(text, i), options)
-                self.layers[i] = PolarLayer(pair, options, self.counts)
+                here = options | {"preconditioner": own[i]}
+                _check_formats(pair, _head_dims(text, i), here)
+                self.layers[i] = PolarLayer(pair, here, self.counts)
+
+    @classmethod
+    def from_model(
+        cls, model: Any, formats: str | FormatPair = DEFAULT_PRESET, **options: Any
+    ) -> PolarCache:
+        """A cache that knows the bias of the model's keys, where they have one (Qwen2 and 2.5).
+
+        Such a bias can be many times as long as the rest of a key.  It is taken off before keys are
+        encoded, and added back to the logits.
+
+        Parameters
+        ----------
+        model : transformers.PreTrainedModel
+            What the cache is for.
+        formats : str or FormatPair
+            See :class:`PolarCache`.
+        **options : Any
+            Of :class:`PolarCache`, but for the preconditioner.
+
+        Returns
+        -------
+        PolarCache
+            As from ``PolarCache(model.config)`` where keys have no bias.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As there; ValueError too if the bias is turned by no known rotary embedding.
+        """
+        if not isinstance(model, PreTrainedModel):
+            raise TypeError(f"model is {type(model).__name__}; it must be a transformers model")
+        return cls(model.config, formats, preconditioner=key_biases(model), **options)
 
     @property
     def polar_layers(self) -> dict[int, PolarLayer]:
@@ -234,6 +275,23 @@ def _chosen(
     for index, value in layers.items():
         if not -count <= index < count:
             raise ValueError(f"layers names layer {index}; the model has {count}")
+        chosen[index] = value
+    return chosen
+
+
+def _preconditioners(given: Any, count: int) -> list[Any]:
+    """That of each layer."""
+    if given is None or isinstance(given, OnlinePreconditioner):
+        return [given] * count
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            f"preconditioner is {given!r}; it must be an OnlinePreconditioner, or a mapping of "
+            "layers to Preconditioner"
+        )
+    chosen: list[Any] = [None] * count
+    for index, value in given.items():
+        if not -count <= index < count:
+            raise ValueError(f"preconditioner names layer {index}; the model has {count}")
         chosen[index] = value
     return chosen
 

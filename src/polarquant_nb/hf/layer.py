@@ -18,6 +18,7 @@ from polarquant_nb.hf.chunks import attend_chunk
 from polarquant_nb.hf.columns import Columns, leading_padding, token_mask
 from polarquant_nb.hf.handle import Counts, Handle, HandlePair
 from polarquant_nb.hf.versions import query_length, tokens_to_remove
+from polarquant_nb.online import OnlinePreconditioner
 
 __all__ = ["PolarLayer"]
 
@@ -178,25 +179,36 @@ class PolarLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._changes += 1
         return self._handles(*((key_states, value_states) if first else (None, None)))
 
-    def settle(self, mask: Tensor | None = None) -> None:
+    def settle(self, mask: Tensor | None = None, q: Tensor | None = None) -> None:
         """Append what waits, if anything does.
 
         Parameters
         ----------
         mask : torch.Tensor, optional
             Mask of the queries of these tokens, which tells padding; without it there is none.
+        q : torch.Tensor, optional
+            These queries, which an OnlinePreconditioner wants.
 
         Raises
         ------
         ValueError
-            If the mask has another shape, or the tokens cannot be stored.
+            If queries are wanted and not there, the mask has another shape, or the tokens cannot be
+            stored.
         """
         if self._waiting is None:
             return
         padding = self._padding(mask)
-        (k, v), self._waiting = self._waiting, None
+        k, v = self._waiting
         cache = self._cache or self._new_cache(k, v)
-        cache.append(k, v, padding)
+        is_online = isinstance(self.options.get("preconditioner"), OnlinePreconditioner)
+        wants_queries = is_online and cache.wants_queries
+        if q is None and wants_queries:
+            raise ValueError(
+                "a PolarCache with an OnlinePreconditioner needs the queries of its first tokens, "
+                "which attention gives it after polarquant_nb.hf.enable(model)"
+            )
+        self._waiting = None
+        cache.append(k, v, padding, q=q if wants_queries else None)
         self._cache, self._columns = cache, self._columns.appended(k.shape[2], padding)
         if k.shape[2] >= _MANY:
             _give_back_memory()
@@ -244,9 +256,9 @@ class PolarLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             out, lse = self._attend_before_append(
                 q, None if shown is None else mask, padding, scale, softcap
             )
-            self.settle(mask)
+            self.settle(mask, q)
         else:
-            self.settle(mask)
+            self.settle(mask, q)
             assert self._cache is not None
             attend, lse = partial(self._cache.attend, q, shown, scale=scale, softcap=softcap), None
             if sinks is None:
@@ -259,14 +271,14 @@ class PolarLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             out = out * torch.sigmoid(lse - sinks[None, :, None])[..., None].to(out.dtype)
         return out
 
-    def decode(self, mask: Tensor | None = None) -> Pair:
+    def decode(self, mask: Tensor | None = None, q: Tensor | None = None) -> Pair:
         """Append what waits, and return all keys and values: as long as the cache.
 
         New tokens, of which there are more than stay exact, are returned exact.
 
         Parameters
         ----------
-        mask : torch.Tensor, optional
+        mask, q
             As for :meth:`settle`.
 
         Returns
@@ -277,12 +289,12 @@ class PolarLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.counts.decoded += 1
         new = self._waiting if self._is_long else None
         if new is None:
-            self.settle(mask)
+            self.settle(mask, q)
         assert self._cache is not None
         k, v = map(self._columns.spread, self._cache.decode())
         if new is None:
             return k, v
-        self.settle(mask)
+        self.settle(mask, q)
         return torch.cat([k, new[0]], 2), torch.cat([v, new[1]], 2)
 
     # ---- what changes it otherwise ---------------------------------------------------------------
