@@ -17,7 +17,7 @@ def test_the_guide_runs(capsys):
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
     blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 5
     namespace = {}
     with torch.random.fork_rng():
         torch.manual_seed(0)
