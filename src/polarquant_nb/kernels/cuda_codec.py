@@ -99,7 +99,7 @@ def make_encode(program: Program, element: str, threads: int = THREADS) -> Calla
     """
     tile = Tile(program, threads)
     layout = polar.page_layout(program)
-    D, N, LANES, PIECES, THREADS_ = program.head_dim, tile.n, tile.lanes, tile.pieces, threads
+    D, N, LANES, PIECES = program.head_dim, tile.n, tile.lanes, tile.pieces
     BLOCKS = D // 16
     TILE, CODES, RADII, BAD = D * N, tile.num_nodes * N, tile.radii * N, PIECES * N
     EVENTS, LIVE = 2 * N, N
@@ -143,7 +143,8 @@ def make_encode(program: Program, element: str, threads: int = THREADS) -> Calla
         offset = cuda.shared.array(D, float32, alignment=ALIGNMENT)
         good = cuda.shared.array(PAGE, uint32, alignment=ALIGNMENT)
         flags = cuda.shared.array(1, uint32, alignment=ALIGNMENT)
-        thread = cuda.threadIdx.x
+        # blockDim, not a constant: NVVM would unroll loops, and hoist what fills all registers
+        thread, step = cuda.threadIdx.x, cuda.blockDim.x
         lane, piece = thread % LANES, thread // LANES
         page = cuda.blockIdx.x
         row, first = page // pages_per_row, page % pages_per_row * PAGE
@@ -152,12 +153,12 @@ def make_encode(program: Program, element: str, threads: int = THREADS) -> Calla
         sign = row % heads * (2 * D)
         word = starts[page]
         if tokens < PAGE:
-            for i in range(thread, PAGE_WORDS, THREADS_):
+            for i in range(thread, PAGE_WORDS, step):
                 words[word + i] = uint32(0)
-        for i in range(thread, EVENTS, THREADS_):
+        for i in range(thread, EVENTS, step):
             counts[i] = uint32(0)
         if OFFSET and frozen:
-            for i in range(thread, D, THREADS_):
+            for i in range(thread, D, step):
                 offset_value(0, words, word + OFFSET_WORD, i, offset)
         # the mean is rotated as tokens are, as the first lane of a tile of its own
         begin = -LANES if OFFSET and not frozen else 0
@@ -165,30 +166,30 @@ def make_encode(program: Program, element: str, threads: int = THREADS) -> Calla
         while True:
             cuda.syncthreads()
             if OFFSET and tile_start < 0:
-                for t in range(thread, PAGE, THREADS_):
+                for t in range(thread, PAGE, step):
                     good[t] = uint32(1)
-                for i in range(thread, TILE, THREADS_):
+                for i in range(thread, TILE, step):
                     T[i] = float32(0)
                 if thread == 0:
                     flags[0] = uint32(0)
                 cuda.syncthreads()
-                for i in range(thread, D, THREADS_):
+                for i in range(thread, D, step):
                     sum_column(0, source, base + i * coordinate_stride, token_stride, tokens,
                                good, 0, sums, i, flags)  # fmt: skip
                 cuda.syncthreads()
                 if without_long_rows or flags[0] > uint32(0):
-                    for t in range(thread, tokens, THREADS_):
+                    for t in range(thread, tokens, step):
                         judge_row(0, source, base + t * token_stride, coordinate_stride,
                                   without_long_rows, good, t)  # fmt: skip
                     cuda.syncthreads()
-                    for i in range(thread, D, THREADS_):
+                    for i in range(thread, D, step):
                         sum_column(0, source, base + i * coordinate_stride, token_stride, tokens,
                                    good, 1, sums, i, flags)  # fmt: skip
                     cuda.syncthreads()
                 number = 0
                 for t in range(tokens):
                     number += int(good[t])
-                for i in range(thread, D, THREADS_):
+                for i in range(thread, D, step):
                     divide(0, sums, i, max(number, 1), T)
             else:
                 load(0, thread, source, base + tile_start * token_stride, token_stride,
@@ -214,7 +215,7 @@ def make_encode(program: Program, element: str, threads: int = THREADS) -> Calla
                     for b in range(piece, BLOCKS, PIECES):
                         end_rotation(lane, b, T)
                     cuda.syncthreads()
-                for i in range(thread, D, THREADS_):
+                for i in range(thread, D, step):
                     round_offset(0, T, i, words, word + OFFSET_WORD, offset)
             else:
                 for b in range(piece, BLOCKS, PIECES):
@@ -235,7 +236,7 @@ def make_encode(program: Program, element: str, threads: int = THREADS) -> Calla
                 # a row too long to store must not spoil the others' offset: again without it
                 tile_start, without_long_rows = begin, 1
                 cuda.syncthreads()
-                for i in range(thread, EVENTS, THREADS_):
+                for i in range(thread, EVENTS, step):
                     counts[i] = uint32(0)
         if thread < 2:
             total = 0
@@ -265,7 +266,7 @@ def make_decode(program: Program, element: str, threads: int = THREADS) -> Calla
     """
     tile = Tile(program, threads)
     layout = polar.page_layout(program)
-    D, N, LANES, PIECES, THREADS_ = program.head_dim, tile.n, tile.lanes, tile.pieces, threads
+    D, N, LANES, PIECES = program.head_dim, tile.n, tile.lanes, tile.pieces
     BLOCKS = D // 16
     TILE, CODES, RADII = D * N, tile.num_nodes * N, tile.radii * N
     OFFSET_WORD, OFFSET = layout.offset_word, program.offset is not None
@@ -293,13 +294,14 @@ def make_decode(program: Program, element: str, threads: int = THREADS) -> Calla
         R = cuda.shared.array(RADII, float32, alignment=ALIGNMENT)
         C = cuda.shared.array(CODES, uint8, alignment=ALIGNMENT)
         offset = cuda.shared.array(D, float32, alignment=ALIGNMENT)
-        thread = cuda.threadIdx.x
+        # blockDim, not a constant: NVVM would unroll loops, and hoist what fills all registers
+        thread, step = cuda.threadIdx.x, cuda.blockDim.x
         lane, piece = thread % LANES, thread // LANES
         row, page = cuda.blockIdx.x // touched, first_page + cuda.blockIdx.x % touched
         word = starts[row * columns + page]
         sign = row % heads * (2 * D)
         if OFFSET:
-            for i in range(thread, D, THREADS_):
+            for i in range(thread, D, step):
                 offset_value(0, words, word + OFFSET_WORD, i, offset)
         for tile_start in range(0, PAGE, LANES):
             token = page * PAGE + tile_start

@@ -99,9 +99,10 @@ def _intrinsic(
             elif isinstance(kind, types.CPointer):
                 values.append(value)
             else:
-                values.append(_Index(builder, context.cast(builder, value, kind, types.int64)))
-        lane, *rest = values
-        body(ThreadLanes(builder, lane.value, stride), program, *rest, **constants)
+                to = types.float32 if isinstance(kind, types.Float) else types.int64
+                values.append(context.cast(builder, value, kind, to))
+        L = ThreadLanes(builder, values[0], stride)
+        body(L, program, *(L.as_argument(value) for value in values[1:]), **constants)
         return context.get_dummy_value()
 
     def typed(_context: Any, *kinds: Any) -> Any:
@@ -122,9 +123,11 @@ def _intrinsic(
 
 
 def _plain_argument(argument: Any) -> Any:
-    """NumPy's array inside of the simulator's; integers as Python's, which do not overflow."""
+    """NumPy's array inside of the simulator's; integers as Python's, floats as float32."""
     array = getattr(argument, "_ary", getattr(argument, "_item", argument))
     array = getattr(array, "_ary", array)
+    if isinstance(array, float | np.floating):
+        return np.float32(array)
     return array if isinstance(array, np.ndarray) else int(array)
 
 
@@ -140,7 +143,8 @@ class SimulatedLanes:
     """
 
     def __init__(self, lane: int, n: int) -> None:
-        self.lane, self.n = lane, n
+        self.lane = self.own = lane
+        self.n = n
 
     def f(self, value: float) -> Vector:
         return np.float32(value)
@@ -382,14 +386,20 @@ class ThreadLanes:
     builder : llvmlite.ir.IRBuilder
         Where instructions go.
     lane : llvmlite.ir.Value
-        The thread's place in its tile, int64.
+        The thread's place in its tile, int64; ``own`` is the same as an index.
     n : int
         Elements from one vector of a tile to the next.
     """
 
     def __init__(self, builder: ir.IRBuilder, lane: ir.Value, n: int) -> None:
         self.b, self.n = builder, n
-        self.lane = _Index(builder, lane)
+        self.lane = self.own = _Index(builder, lane)
+
+    def as_argument(self, value: ir.Value) -> Any:
+        """An argument of a stage: arrays are pointers, integers indices."""
+        if value.type == _F32:
+            return _Float(self, value)
+        return _Index(self.b, value) if value.type == _I64 else value
 
     def f(self, value: float) -> Vector:
         """Float constant."""
@@ -604,8 +614,8 @@ class ThreadLanes:
         return self.b.asm(kind, f"mov.u64 $0, {count};", "=l", [], side_effect=False)
 
     def _below(self, a: Index, b: Index) -> ir.Value:
-        limit = b.value if isinstance(b, _Index) else _I64(b)
-        return self.b.icmp_signed("<", a.value, limit)
+        left, right = (i.value if isinstance(i, _Index) else _I64(i) for i in (a, b))
+        return self.b.icmp_signed("<", left, right)
 
     def _address(self, array: ir.Value, index: Index) -> ir.Value:
         if not isinstance(index, _Index):

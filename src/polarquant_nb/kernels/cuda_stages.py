@@ -21,12 +21,14 @@ __all__ = [
     "finish_rows",
     "half_bits",
     "judge_row",
+    "load_scaled",
     "load_tile",
     "multiply_dense",
     "offset_value",
     "pack_rows",
     "round_offset",
     "start_block",
+    "start_leaves",
     "store_radii",
     "store_tile",
     "sum_column",
@@ -58,6 +60,14 @@ def load_tile(
         return nothing
 
     L.loop(d * lanes // threads, [], load)
+
+
+def load_scaled(
+    L: Any, program: Program, source: Any, index: Index, scale: Vector, Z: Any, at: Index, *,
+    element: str,
+) -> None:  # fmt: skip
+    """One number of the source, as float32, times ``scale``, to ``Z[at]``."""
+    L.put(Z, at, _widened(L, source, index, element) * scale)
 
 
 def _widened(L: Any, source: Any, index: Index, element: str) -> Vector:
@@ -192,6 +202,12 @@ def end_rotation(L: Any, program: Program, b: Index, Z: Any) -> None:
     """The last butterflies of a block, which ``polar.tree_block`` does for tokens."""
     x = [L.load(Z, (b * 16 + k) * L.n) for k in range(16)]
     polar._store_block(L, Z, b, polar._butterflies(L, x, (8, 4, 2, 1)))
+
+
+def start_leaves(L: Any, program: Program, b: Index, Z: Any) -> None:
+    """The first butterflies of a block on the way back, which ``polar.leaf_block`` does."""
+    x = [L.load(Z, (b * 16 + k) * L.n) for k in range(16)]
+    polar._store_block(L, Z, b, polar._butterflies(L, x, (1, 2, 4, 8)))
 
 
 def finish_rows(
