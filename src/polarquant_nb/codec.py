@@ -19,6 +19,7 @@ from polarquant_nb.arrays import (
 )
 from polarquant_nb.codebooks import Codebooks
 from polarquant_nb.formats import FormatPair, PolarFormat
+from polarquant_nb.gpu_arrays import on_gpu
 from polarquant_nb.kernels import cpu
 from polarquant_nb.kernels.jit import Program, cpu_isa
 from polarquant_nb.layout import PAGE
@@ -29,7 +30,17 @@ from polarquant_nb.storable import nonfinite_message, too_long_message
 from polarquant_nb.threads import run_ranges
 from polarquant_nb.tracing import untraced
 
-__all__ = ["decode", "decode_rows", "encode", "encode_into", "kernel_shape", "prepared"]
+__all__ = [
+    "chosen_codebooks",
+    "decode",
+    "decode_rows",
+    "describe_nonfinite",
+    "describe_saturated",
+    "encode",
+    "encode_into",
+    "kernel_shape",
+    "prepared",
+]
 
 _PAGES_PER_THREAD = 4  # a page takes some 10 µs, a thread some 50 to start
 
@@ -48,9 +59,10 @@ def encode(
 
     Parameters
     ----------
-    x : ndarray or torch.Tensor (CPU), shape ``(..., seq_len, head_dim)``
+    x : ndarray or torch.Tensor, shape ``(..., seq_len, head_dim)``
         float16, bfloat16, float32 or float64, of any strides; read in place.  Keys after the
-        positional encoding, or values.  Tensors that require grad are detached.
+        positional encoding, or values.  Tensors that require grad are detached.  An array on an
+        NVIDIA GPU, of torch, CuPy or anything with DLPack, is encoded there.
     fmt : PolarFormat
         The format, for instance ``pq.preset("balanced", head_dim=128).keys``.
     codebooks : Codebooks or 'online', optional
@@ -60,7 +72,7 @@ def encode(
         What to do with rows that hold NaN or inf, or whose radius float16 cannot hold (65504):
         raise, naming the first; or go on.  Then the former decode to NaN and stay out of the page
         offset, the latter are stored with the largest radius, no other row is touched, and the
-        result counts both.
+        result counts both.  On a GPU ``'raise'`` waits for the result, ``'propagate'`` does not.
 
     Returns
     -------
@@ -70,7 +82,7 @@ def encode(
     Raises
     ------
     TypeError
-        If ``x`` is no float array on the CPU, or ``fmt`` no PolarFormat.
+        If ``x`` is no float array on the CPU or a CUDA device, or ``fmt`` no PolarFormat.
     ValueError
         If the last axis is not ``fmt.head_dim`` long, the codebooks do not have the format's bits,
         or (with ``nan="raise"``) a row cannot be stored.
@@ -94,12 +106,57 @@ def encode(
     _check_format(fmt)
     if nan not in ("raise", "propagate"):
         raise ValueError(f"nan is {nan!r}; it must be 'raise' or 'propagate'")
+    if on_gpu(x):
+        from polarquant_nb import gpu
+
+        return gpu.encode(x, fmt, codebooks, nan)
     elements, kind = open_elements(x)
     *leading, seq_len, head_dim = elements.shape
     if head_dim != fmt.head_dim:
         raise ValueError(
             f"x has shape {elements.shape}; its last axis must be fmt.head_dim = {fmt.head_dim}"
         )
+    codebooks = chosen_codebooks(codebooks, x, fmt)
+    num_pages, page_words = -(-seq_len // PAGE), fmt.layout.num_words
+    words = np.empty((*leading, num_pages, page_words), np.uint32)
+    starts = np.arange(words.size // page_words) * page_words
+    nonfinite, saturated = encode_into(
+        strided(elements, kind), fmt, codebooks, words.reshape(-1), starts
+    )
+    if nan == "raise" and nonfinite:
+        raise ValueError(describe_nonfinite(elements, kind))
+    if nan == "raise" and saturated:
+        raise ValueError(describe_saturated(elements, kind, words, fmt))
+    return PolarPages(
+        fmt, words, seq_len, codebooks, kind,
+        num_nonfinite=nonfinite, num_saturated=saturated,
+    )  # fmt: skip
+
+
+def chosen_codebooks(codebooks: object, x: Any, fmt: PolarFormat) -> Codebooks:
+    """The codebooks that ``encode`` is asked to use.
+
+    Parameters
+    ----------
+    codebooks : Codebooks, 'online' or None
+        Its argument.
+    x : array_like
+        What 'online' is fitted to.
+    fmt : PolarFormat
+        Format.
+
+    Returns
+    -------
+    Codebooks
+        Analytic ones by default.
+
+    Raises
+    ------
+    TypeError
+        If ``codebooks`` is anything else.
+    ValueError
+        If they do not have the format's bits.
+    """
     if codebooks is None:
         codebooks = Codebooks.analytic(fmt)
     elif isinstance(codebooks, str) and codebooks == "online":
@@ -110,20 +167,7 @@ def encode(
         raise ValueError(
             f"codebooks have {codebooks.level_bits} bits by level; the format has {fmt.level_bits}"
         )
-    num_pages, page_words = -(-seq_len // PAGE), fmt.layout.num_words
-    words = np.empty((*leading, num_pages, page_words), np.uint32)
-    starts = np.arange(words.size // page_words) * page_words
-    nonfinite, saturated = encode_into(
-        strided(elements, kind), fmt, codebooks, words.reshape(-1), starts
-    )
-    if nan == "raise" and nonfinite:
-        raise ValueError(_describe_nonfinite(elements, kind))
-    if nan == "raise" and saturated:
-        raise ValueError(_describe_saturated(elements, kind, words, fmt))
-    return PolarPages(
-        fmt, words, seq_len, codebooks, kind,
-        num_nonfinite=nonfinite, num_saturated=saturated,
-    )  # fmt: skip
+    return codebooks
 
 
 def encode_into(
@@ -216,6 +260,10 @@ def decode(pages: PolarPages, start: int = 0, stop: int | None = None, *, dtype:
             f"{pages.seq_len}"
         )
     kind = _result_kind(pages.kind, dtype)
+    if pages.device != "cpu":
+        from polarquant_nb import gpu
+
+        return gpu.decode(pages, start, stop, kind)
     array, flat = new_array((*pages.shape[:-2], stop - start, pages.format.head_dim), kind)
     decode_rows(pages.rows, start, stop, flat, kind)
     return array
@@ -340,7 +388,7 @@ def _numpy_has_bfloat16() -> bool:
     return True
 
 
-def _describe_nonfinite(x: npt.NDArray[Any], kind: ArrayKind) -> str:
+def describe_nonfinite(x: npt.NDArray[Any], kind: ArrayKind) -> str:
     """Where the first number is that is not finite; the slow path of an error."""
     for leading in np.ndindex(x.shape[:-2]):
         for token in np.flatnonzero(~np.isfinite(widen(x[leading], kind)).all(-1)):
@@ -349,7 +397,7 @@ def _describe_nonfinite(x: npt.NDArray[Any], kind: ArrayKind) -> str:
     raise AssertionError("a kernel reported a row that is not finite")
 
 
-def _describe_saturated(
+def describe_saturated(
     x: npt.NDArray[Any], kind: ArrayKind, words: npt.NDArray[np.uint32], fmt: PolarFormat
 ) -> str:
     """Which row has a radius beyond float16; of several the longest: it may have moved a mean."""

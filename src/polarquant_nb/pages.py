@@ -42,7 +42,7 @@ class PolarPages:
         Decides the bytes.
     words : ndarray of uint32, shape ``(..., num_pages, page_nbytes / 4)``
         The packed pages; see the notation-and-layout page.  The last page may be partial: its
-        remaining lanes are zero.
+        remaining lanes are zero.  On a GPU a torch.Tensor of int32, with the same bytes.
     seq_len : int
         Tokens.
     codebooks : Codebooks
@@ -50,7 +50,8 @@ class PolarPages:
     kind : ArrayKind
         What :meth:`decode` returns unless told otherwise.
     num_nonfinite : int
-        Rows that held NaN or inf when they were encoded (with ``nan="propagate"``).
+        Rows that held NaN or inf when they were encoded (with ``nan="propagate"``).  On a GPU a
+        0-d tensor, so that nothing waits for it.
     num_saturated : int
         Rows with a radius beyond float16, stored as 65504 (with ``nan="propagate"``).
     """
@@ -79,6 +80,43 @@ class PolarPages:
     def num_pages(self) -> int:
         """Pages of each row, the last one maybe partial."""
         return int(self.words.shape[-2])
+
+    @property
+    def device(self) -> Any:
+        """Where the pages are: ``'cpu'``, or a torch.device."""
+        return "cpu" if isinstance(self.words, np.ndarray) else self.words.device
+
+    def to(self, device: Any) -> PolarPages:
+        """The pages on another device.
+
+        Parameters
+        ----------
+        device : str or torch.device
+            ``'cpu'``, or a CUDA device.
+
+        Returns
+        -------
+        PolarPages
+            With a copy of the pages, unless they are there already.  Decoding gives torch tensors.
+        """
+        import torch
+
+        words, place = self.words, torch.device(device)
+        if isinstance(words, np.ndarray):
+            words = torch.from_numpy(words.view(np.int32))  # type: ignore[assignment]
+        moved = words.to(place)  # type: ignore[attr-defined]
+        counts = self.num_nonfinite, self.num_saturated
+        if place.type == "cpu":
+            moved, counts = moved.numpy().view(np.uint32), (int(counts[0]), int(counts[1]))
+        kind = ArrayKind("torch", self.kind.dtype)
+        return PolarPages(self.format, moved, self.seq_len, self.codebooks, kind, *counts)
+
+    @cached_property
+    def device_rows(self) -> Any:
+        """Pages on a GPU as kernels take them; see :class:`~polarquant_nb.gpu_codec.DeviceRows`."""
+        from polarquant_nb.gpu_codec import device_rows
+
+        return device_rows(self)
 
     @cached_property
     def rows(self) -> PackedRows:
@@ -134,6 +172,8 @@ class PolarPages:
         ImportError
             If safetensors is missing.
         """
+        if self.device != "cpu":
+            return self.to("cpu").save(path)
         header = {
             "format": format_record(self.format, self.codebooks),
             "seq_len": self.seq_len,
@@ -224,13 +264,21 @@ class PolarPages:
                 )
         return PolarPages(
             format=first.format,
-            words=np.concatenate([part.words for part in parts], -2),
+            words=_concatenated([part.words for part in parts]),
             seq_len=sum(part.seq_len for part in parts),
             codebooks=first.codebooks,
             kind=first.kind,
             num_nonfinite=sum(part.num_nonfinite for part in parts),
             num_saturated=sum(part.num_saturated for part in parts),
         )
+
+
+def _concatenated(words: list[Any]) -> Any:
+    if isinstance(words[0], np.ndarray):
+        return np.concatenate(words, -2)
+    import torch
+
+    return torch.cat(words, -2)
 
 
 def _same(a: Codebooks, b: Codebooks) -> bool:

@@ -69,9 +69,7 @@ class RunLayout:
     @cached_property
     def nodes(self) -> tuple[tuple[int, int], ...]:
         """Nodes of a run ``(level, number within the run's level)``, level 1 first."""
-        return tuple(
-            (level, j) for level in range(1, self.levels + 1) for j in range(RUN >> level)
-        )
+        return tuple((level, j) for level in range(1, self.levels + 1) for j in range(RUN >> level))
 
     def node(self, run: int, level: int, j: int) -> int:
         """A run's node, counted over the vector."""
@@ -174,12 +172,8 @@ def _run_values(
 ) -> list[Vector]:
     """The 8 coordinates of a staged run, without the page offset."""
     plan = RunLayout(program)
-    words = [
-        L.splat(C, run * (plan.words * pitch) + column + w * pitch) for w in range(plan.words)
-    ]
-    r = [
-        L.splat(R, run * (plan.radii * pitch) + column + j * pitch) for j in range(plan.radii)
-    ]
+    words = [L.splat(C, run * (plan.words * pitch) + column + w * pitch) for w in range(plan.words)]
+    r = [L.splat(R, run * (plan.radii * pitch) + column + j * pitch) for j in range(plan.radii)]
     for level in range(plan.levels, 0, -1):
         halves = []
         for j, radius in enumerate(r):
@@ -374,8 +368,8 @@ def reduce_sums(
 
 
 def merge_range(
-    L: Any, program: Program, outs: Any, tops: Any, totals: Any, item: Index, count: Index, c: Index,
-    Z: Any, at: Index, lse: Any, lse_at: Index, *, group: int,
+    L: Any, program: Program, outs: Any, tops: Any, totals: Any, item: Index, count: Index,
+    c: Index, Z: Any, at: Index, lse: Any, lse_at: Index, *, group: int,
 ) -> None:  # fmt: skip
     """Coordinate c of one query, merged over ``count`` ranges: ``outs / totals``, to ``Z[at]``.
 

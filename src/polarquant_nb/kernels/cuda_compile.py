@@ -218,7 +218,9 @@ def resources(ptx: str, capability: Capability) -> Resources:
     )
 
 
-def preset_kernels(head_dim: int = 128, groups: Sequence[int] = (1, 4)) -> Iterator[tuple[str, Any]]:
+def preset_kernels(
+    head_dim: int = 128, groups: Sequence[int] = (1, 4)
+) -> Iterator[tuple[str, Any]]:
     """The kernels of all presets, each once, with a name: encoders and decoders of bfloat16 too.
 
     Parameters
@@ -240,7 +242,11 @@ def preset_kernels(head_dim: int = 128, groups: Sequence[int] = (1, 4)) -> Itera
         pair = preset(name, head_dim)
         keys, values = (program_of(fmt) for fmt in (pair.keys, pair.values))
         specs = [
-            *(KernelSpec(kind, p, "bfloat16") for kind in ("encode", "decode") for p in (keys, values)),
+            *(
+                KernelSpec(kind, p, "bfloat16")
+                for kind in ("encode", "decode")
+                for p in (keys, values)
+            ),
             KernelSpec("rotate", keys, "bfloat16"),
             *(KernelSpec("attend", keys, values=values, group=g) for g in groups),
             *(KernelSpec("merge", values, "bfloat16", group=g) for g in groups),

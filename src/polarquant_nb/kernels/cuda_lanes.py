@@ -110,9 +110,7 @@ def _intrinsic(
 
     # Numba matches calls by signature and takes no *arguments: show it the stage's own, in which
     # the typing context takes the place of L, and the lane that of the program.
-    parameters = [
-        p for p in inspect.signature(body).parameters.values() if p.name not in constants
-    ]
+    parameters = [p for p in inspect.signature(body).parameters.values() if p.name not in constants]
     parameters = [p.replace(kind=p.POSITIONAL_OR_KEYWORD) for p in parameters]
     typed.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     typed.__name__ = body.__name__

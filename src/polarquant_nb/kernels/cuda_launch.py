@@ -39,17 +39,13 @@ class Kernel:
         ``cuLaunchKernel``.
     """
 
-    def __init__(
-        self, function: Any, letters: str, threads: int, call: Callable[..., Any]
-    ) -> None:
+    def __init__(self, function: Any, letters: str, threads: int, call: Callable[..., Any]) -> None:
         self.function, self.threads, self.call = function, threads, call
         self.layout = struct.Struct("@" + "".join(_FORMATS.get(c, "P") for c in letters))
         formats = ["@" + "".join(_FORMATS.get(c, "P") for c in letters[:n]) for n in
                    range(1, len(letters) + 1)]  # fmt: skip
         sizes = [struct.calcsize("@" + _FORMATS.get(c, "P")) for c in letters]
-        self.offsets = [
-            struct.calcsize(f) - size for f, size in zip(formats, sizes, strict=True)
-        ]
+        self.offsets = [struct.calcsize(f) - size for f, size in zip(formats, sizes, strict=True)]
         self.local = threading.local()
 
     def launch(self, grid: tuple[int, int], stream: int, *arguments: Any) -> None:

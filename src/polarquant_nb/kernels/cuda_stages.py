@@ -178,9 +178,7 @@ def unmix_second_round(
     polar._store_column(L, c, Z, x)
 
 
-def multiply_dense(
-    L: Any, program: Program, piece: Index, S: Any, Z: Any, *, pieces: int
-) -> None:
+def multiply_dense(L: Any, program: Program, piece: Index, S: Any, Z: Any, *, pieces: int) -> None:
     """``polar.multiply_dense`` in place: a piece's blocks are summed up before one is written."""
     d = program.head_dim
     blocks = [piece + j * pieces for j in range(-(-d // (16 * pieces)))]
@@ -210,9 +208,7 @@ def start_leaves(L: Any, program: Program, b: Index, Z: Any) -> None:
     polar._store_block(L, Z, b, polar._butterflies(L, x, (1, 2, 4, 8)))
 
 
-def finish_rows(
-    L: Any, program: Program, b: Index, signs: Any, first_sign: Index, Z: Any
-) -> None:
+def finish_rows(L: Any, program: Program, b: Index, signs: Any, first_sign: Index, Z: Any) -> None:
     """``polar.store_block`` on a tile that stays in shared memory."""
     x = [L.load(Z, (b * 16 + k) * L.n) for k in range(16)]
     x = polar._butterflies(L, x, (8, 4, 2, 1))
@@ -290,9 +286,7 @@ def round_offset(
     L.store_lanes(words, start + d // 4, 0, 32, half)
 
 
-def offset_value(
-    L: Any, program: Program, words: Any, start: Index, i: Index, offset: Any
-) -> None:
+def offset_value(L: Any, program: Program, words: Any, start: Index, i: Index, offset: Any) -> None:
     """Coordinate i of a stored page offset, to ``offset[i]``."""
     if program.offset == "float16":
         half = L.load_lanes(words, start, i, 16)
