@@ -1,4 +1,4 @@
-"""Attention over pages on a GPU: few queries on the codes, many by decoding pages group by group."""
+"""Attention over pages on a GPU: few queries on the codes, many by decoding page groups."""
 
 from __future__ import annotations
 

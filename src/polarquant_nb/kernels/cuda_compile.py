@@ -65,6 +65,16 @@ class KernelSpec:
     group: int = 1
     threads: int = THREADS
 
+    @property
+    def launch_bounds(self) -> tuple[int, ...]:
+        """Threads of a block, and how many blocks a multiprocessor has to hold at least.
+
+        ptxas makes room for four, as 128 registers a thread are enough; it would guess otherwise.
+        Eight queries, and columns of many coordinates, take what they need.
+        """
+        roomy = self.name == "attend" or self.program.head_dim > 128
+        return (self.threads,) if roomy else (self.threads, 4)
+
     def make(self) -> Callable[..., Any]:
         """The kernel: a function to compile, or the simulator's."""
         if self.name == "encode":
@@ -109,7 +119,7 @@ def compile_ptx(spec: KernelSpec, capability: Capability) -> str:
     ptx: str
     ptx, _ = cuda.compile(
         spec.make(), _signature(spec), cc=capability, device=False, abi="numba",
-        output="ptx", launch_bounds=spec.threads,
+        output="ptx", launch_bounds=spec.launch_bounds,
     )  # fmt: skip
     return ptx
 
