@@ -71,7 +71,7 @@ def encode_tensor(
     books = chosen_codebooks(codebooks, x, fmt)
     *leading, seq_len, _ = x.shape
     num_pages, page_words = -(-seq_len // PAGE), fmt.layout.num_words
-    words = torch.empty((*leading, num_pages, page_words), dtype=torch.int32, device=x.device)
+    words: Any = torch.empty((*leading, num_pages, page_words), dtype=torch.int32, device=x.device)
     starts = torch.arange(words.numel() // page_words, device=x.device) * page_words
     events = encode_rows(x, fmt, books, words.reshape(-1), starts)
     nonfinite, saturated = events.sum(0).unbind()
@@ -207,7 +207,7 @@ def _open_mask(mask: Any, q: Tensor, seq_len: int) -> Tensor:
                 f"mask is a {type(mask).__name__} on the CPU, but q on device {q.device}; give a "
                 "torch tensor on that device"
             )
-        mask = torch.from_dlpack(mask)
+        mask = torch.utils.dlpack.from_dlpack(mask)
     same_device("mask", mask, q.device, "q")
     if mask.dtype == torch.bool:
         numbers = torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, -float("inf"))

@@ -72,7 +72,11 @@ def as_tensor(x: Any, name: str) -> tuple[Any, str]:
     family = "torch"
     if not isinstance(x, torch.Tensor):
         family = type(x).__module__.partition(".")[0]
-        x = torch.from_dlpack(x) if hasattr(x, "__dlpack__") else torch.as_tensor(x, device="cuda")
+        x = (
+            torch.utils.dlpack.from_dlpack(x)
+            if hasattr(x, "__dlpack__")
+            else torch.as_tensor(x, device="cuda")
+        )
     if x.layout != torch.strided:
         raise TypeError(f"{name} has layout {x.layout}; it must be a dense (strided) tensor")
     dtype = str(x.dtype).removeprefix("torch.")

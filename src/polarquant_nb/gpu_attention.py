@@ -159,7 +159,8 @@ class _Plan:
             totals = tops + 4 * vectors
         rotation, pages, back = self.addresses
         k_columns, v_columns = self.keys.starts.shape[1], self.values.starts.shape[1]
-        bias, bias_strides = lse, (0, 0, 0, 0)  # any address, if there is none
+        bias: Tensor = lse  # any address, if there is none
+        bias_strides: tuple[int, ...] = (0, 0, 0, 0)
         if mask is not None:
             bias = mask
             bias_strides = tuple(

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from polarquant_nb.codebooks import TABLE
-from polarquant_nb.kernels.cuda_lanes import Index, Vector
+from polarquant_nb.kernels.array_lanes import Index, Vector
 from polarquant_nb.kernels.jit import Program
 from polarquant_nb.kernels.polar import page_layout
 

@@ -210,7 +210,7 @@ def resources(ptx: str, capability: Capability) -> Resources:
         source = Path(directory, "kernel.ptx")
         source.write_text(ptx)
         arch = "sm_{}{}".format(*capability)
-        command = [program, "-v", f"-arch={arch}", source, "-o", Path(directory, "kernel.cubin")]
+        command = [program, "-v", f"-arch={arch}", str(source), "-o", f"{directory}/kernel.cubin"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     report = done.stderr
     if done.returncode:

@@ -95,7 +95,8 @@ class SimulatedKernel:
     """
 
     def __init__(self, spec: KernelSpec) -> None:
-        self.kernel, self.letters, self.threads = spec.make(), ARGUMENTS[spec.name], spec.threads
+        self.kernel: Any = spec.make()
+        self.letters, self.threads = ARGUMENTS[spec.name], spec.threads
 
     def launch(self, grid: tuple[int, int], stream: int, *arguments: Any) -> None:
         """Run, at once."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from polarquant_nb.kernels import polar
-from polarquant_nb.kernels.cuda_lanes import Index, Vector
+from polarquant_nb.kernels.array_lanes import Index, Vector
 from polarquant_nb.kernels.jit import Program
 
 __all__ = [
