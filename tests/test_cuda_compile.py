@@ -22,8 +22,8 @@ pytestmark = pytest.mark.skipif(
     reason="needs numba-cuda with its extra, ptxas, and no simulator",
 )
 
-MOST_REGISTERS = {"encode": 128, "decode": 128, "rotate": 128, "attend": 128, "merge": 128}
-"""Of a thread: four blocks of 128 threads fit a multiprocessor."""
+MOST_REGISTERS = 128
+"""Of a thread, on sm_80 and sm_90: four blocks of 128 threads fit a multiprocessor."""
 
 IN_CI = [(8, 0), (9, 0)]
 MORE = [(8, 6), (8, 9)]
@@ -35,11 +35,11 @@ def global_loads(ptx):
     return re.findall(r"ld\.global(?:\.nc)?((?:\.v\d)?\.\w+)", ptx)
 
 
-def check(spec, capability, most_registers=None):
+def check(spec, capability, most_registers=MOST_REGISTERS):
     ptx = compile_ptx(spec, capability)
     found = cuda_compile.resources(ptx, capability)
     assert found.spills == found.stack == 0
-    assert found.registers <= (most_registers or MOST_REGISTERS[spec.name])
+    assert found.registers <= most_registers
     assert 0 < found.shared <= SHARED_BYTES
     assert not re.search(r"\b(ld|st)\.local|\.local\s+\.align", ptx)
     assert ".f64" not in ptx
@@ -93,13 +93,16 @@ def check_pages_are_read_once(spec, ptx):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("name", pq.presets())
 def test_the_whole_matrix(name, head_dim, capability):
-    """All groups; eight queries have 64 sums a thread, and may take more registers."""
+    """All groups.  More registers for eight queries, which have 64 sums a thread, for long columns,
+    and on sm_86 and sm_89, whose multiprocessors hold fewer threads.
+    """
     every = cuda_compile.preset_kernels(head_dim, (1, 2, 3, 4, 8))
     pair = pq.preset(name, head_dim)
     programs = {program_of(pair.keys), program_of(pair.values)}
     for _, spec in every:
         if spec.program in programs or spec.name in ("rotate", "merge"):
-            check(spec, capability, 255 if spec.group == 8 or head_dim == 256 else None)
+            most = 255 if spec.group == 8 or head_dim == 256 else MOST_REGISTERS
+            check(spec, capability, max(most, 168) if capability in MORE else most)
 
 
 @pytest.mark.slow

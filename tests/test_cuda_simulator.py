@@ -315,3 +315,17 @@ def test_bad_queries_and_masks_are_refused():
         gpu.attention_of_tensors(q.to("meta"), pages, pages)
     with pytest.raises(ValueError, match="q_len <= seq_len"):
         gpu.attention_of_tensors(torch.ones(1, 4, 10, 16), pages, pages, is_causal=True)
+
+
+# ---- the script for a GPU ------------------------------------------------------------------------
+
+
+def test_the_check_for_gpus_passes_and_finds_differences(capsys, monkeypatch):
+    """``benchmarks/gpu_check.py``, whose times need a GPU."""
+    import gpu_check
+
+    monkeypatch.setattr("sys.argv", ["gpu_check.py"])
+    gpu_check.main()
+    assert "balanced: codes equal" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="relative error"):
+        gpu_check.close(torch.ones(3), np.array([1, 1, 1.01]), 1e-3, "numbers")
