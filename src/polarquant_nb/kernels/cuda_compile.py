@@ -69,11 +69,13 @@ class KernelSpec:
     def launch_bounds(self) -> tuple[int, ...]:
         """Threads of a block, and how many blocks a multiprocessor has to hold at least.
 
-        ptxas makes room for four, as 128 registers a thread are enough; it would guess otherwise.
-        Eight queries, and columns of many coordinates, take what they need.
+        ptxas makes room for four, as 128 registers a thread are enough; it would guess otherwise,
+        and spill.  Columns of many coordinates and codes of 6 bits take more.
         """
-        roomy = self.name == "attend" or self.program.head_dim > 128
-        return (self.threads,) if roomy else (self.threads, 4)
+        if self.name == "attend":
+            return (self.threads,)
+        roomy = self.program.head_dim > 128 or max(self.program.level_bits) > 5
+        return self.threads, 2 if roomy else 4
 
     def make(self) -> Callable[..., Any]:
         """The kernel: a function to compile, or the simulator's."""
