@@ -293,7 +293,7 @@ def _torch_name(dtype: Any) -> str:
 def _from_torch(torch: Any, x: Any, name: str) -> tuple[npt.NDArray[Any], str]:
     dtype = _torch_name(x.dtype)
     if not x.is_cpu:
-        raise TypeError(f"{name} is on device {x.device}; only CPU tensors are supported so far")
+        raise TypeError(f"{name} is on device {x.device}; only CPU and CUDA tensors are supported")
     if x.layout != torch.strided:
         raise TypeError(f"{name} has layout {x.layout}; it must be a dense (strided) tensor")
     if dtype not in DTYPES:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from polarquant_nb.gpu_arrays import on_gpu
 from polarquant_nb.packed_attention import Problem, attend_packed
 from polarquant_nb.pages import PolarPages
 from polarquant_nb.queries import bias_of, open_logits, open_mask, open_queries, result
@@ -34,9 +35,10 @@ def attention(
 
     Parameters
     ----------
-    q : ndarray or torch.Tensor (CPU), shape ``(batch, num_heads, q_len, head_dim)``
+    q : ndarray or torch.Tensor, shape ``(batch, num_heads, q_len, head_dim)``
         Queries, after the positional encoding; float16, bfloat16, float32 or float64.  Consecutive
-        runs of ``num_heads / num_kv_heads`` heads share a kv head.
+        runs of ``num_heads / num_kv_heads`` heads share a kv head.  Where pages are on a GPU,
+        queries and mask must be there too.
     k_pages, v_pages : PolarPages
         Keys ``(batch, num_kv_heads, seq_len, head_dim)`` and values
         ``(batch, num_kv_heads, seq_len, value_head_dim)``; formats may differ.
@@ -71,6 +73,10 @@ def attention(
     Han et al., "PolarQuant", arXiv 2502.02617, section 4; the split over tokens is flash decoding.
     """
     _check_pages(k_pages, v_pages)
+    if on_gpu(q) or k_pages.device != "cpu" or v_pages.device != "cpu":
+        from polarquant_nb import gpu
+
+        return gpu.attention(q, k_pages, v_pages, scale, mask, is_causal, softcap, return_lse)
     queries = open_queries(q, k_pages.shape, "k_pages")
     logits = open_logits(scale, softcap, k_pages.format.head_dim)
     batch, kv_heads, group, q_len, head_dim = queries.x.shape
@@ -106,7 +112,7 @@ def _check_pages(keys: Any, values: Any) -> None:
                 f"{name} has shape {pages.shape}; it must be (batch, num_kv_heads, seq_len, "
                 "head_dim)"
             )
-    if values.rows.rotary_bias is not None:
+    if getattr(values.preconditioner, "bias", None) is not None:
         raise ValueError("v_pages have a preconditioner with a rotary bias; only keys can have one")
     if keys.shape[:3] != values.shape[:3]:
         raise ValueError(

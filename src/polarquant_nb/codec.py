@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from dataclasses import replace
 from functools import lru_cache
+from types import NoneType
 from typing import Any, Literal, SupportsIndex
 
 import numpy as np
@@ -21,6 +22,7 @@ from polarquant_nb.arrays import (
 )
 from polarquant_nb.codebooks import Codebooks
 from polarquant_nb.formats import FormatPair, PolarFormat, integer
+from polarquant_nb.gpu_arrays import on_gpu
 from polarquant_nb.kernels import cpu
 from polarquant_nb.kernels.jit import Program, cpu_isa
 from polarquant_nb.layout import PAGE
@@ -32,7 +34,17 @@ from polarquant_nb.storable import nonfinite_message, too_long_message
 from polarquant_nb.threads import run_ranges
 from polarquant_nb.tracing import untraced
 
-__all__ = ["decode", "decode_rows", "encode", "encode_into", "kernel_shape", "prepared"]
+__all__ = [
+    "chosen_codebooks",
+    "decode",
+    "decode_rows",
+    "describe_nonfinite",
+    "describe_saturated",
+    "encode",
+    "encode_into",
+    "kernel_shape",
+    "prepared",
+]
 
 _PAGES_PER_THREAD = 4  # a page takes some 10 µs, a thread some 50 to start
 
@@ -53,9 +65,10 @@ def encode(
 
     Parameters
     ----------
-    x : ndarray or torch.Tensor (CPU), shape ``(..., seq_len, head_dim)``
+    x : ndarray or torch.Tensor, shape ``(..., seq_len, head_dim)``
         float16, bfloat16, float32 or float64, of any strides; read in place.  Keys after the
-        positional encoding, or values.  Tensors that require grad are detached.
+        positional encoding, or values.  Tensors that require grad are detached.  An array on an
+        NVIDIA GPU, of torch, CuPy or anything with DLPack, is encoded there.
     fmt : PolarFormat
         The format, for instance ``pq.preset("balanced", head_dim=128).keys``.
     codebooks : Codebooks or 'online', optional
@@ -70,7 +83,7 @@ def encode(
         What to do with rows that hold NaN or inf, or whose radius float16 cannot hold (65504):
         raise, naming the first; or go on.  Then the former decode to NaN and stay out of the page
         offset, the latter are stored with the largest radius, no other row is touched, and the
-        result counts both.
+        result counts both.  On a GPU ``'raise'`` waits for the result, ``'propagate'`` does not.
 
     Returns
     -------
@@ -80,7 +93,8 @@ def encode(
     Raises
     ------
     TypeError
-        If ``x`` is no float array on the CPU, or another argument has the wrong type.
+        If ``x`` is no float array on the CPU or a CUDA device, or another argument has the wrong
+        type.
     ValueError
         If the last axis is not ``fmt.head_dim`` long, the codebooks do not have the format's bits,
         the preconditioner does not fit, or (with ``nan="raise"``) a row cannot be stored.
@@ -104,12 +118,67 @@ def encode(
     _check_format(fmt)
     if nan not in ("raise", "propagate"):
         raise ValueError(f"nan is {nan!r}; it must be 'raise' or 'propagate'")
+    first_position = integer("first_position", first_position)
+    if not isinstance(preconditioner, (Preconditioner, NoneType)):
+        raise TypeError(f"preconditioner is {preconditioner!r}; it must be a Preconditioner")
+    if on_gpu(x):
+        from polarquant_nb import gpu
+
+        if preconditioner is not None:
+            raise ValueError("preconditioner is given, but x is on a GPU, where there is none yet")
+        return gpu.encode(x, fmt, codebooks, nan)
     elements, kind = open_elements(x)
     *leading, seq_len, head_dim = elements.shape
     if head_dim != fmt.head_dim:
         raise ValueError(
             f"x has shape {elements.shape}; its last axis must be fmt.head_dim = {fmt.head_dim}"
         )
+    codebooks = chosen_codebooks(codebooks, x, fmt)
+    given, given_kind = elements, kind
+    if preconditioner is not None:
+        preconditioner.check(fmt, leading)
+        elements, kind = preconditioner.subtract_bias(elements, kind, first_position)
+    num_pages, page_words = -(-seq_len // PAGE), fmt.layout.num_words
+    words = np.empty((*leading, num_pages, page_words), np.uint32)
+    starts = np.arange(words.size // page_words) * page_words
+    nonfinite, saturated = encode_into(
+        strided(elements, kind), fmt, codebooks, words.reshape(-1), starts, preconditioner
+    )
+    if nan == "raise" and nonfinite:
+        raise ValueError(describe_nonfinite(given, given_kind))
+    if nan == "raise" and saturated:
+        raise ValueError(describe_saturated(given, given_kind, words, fmt))
+    return PolarPages(
+        fmt, words, seq_len, codebooks, given_kind,
+        num_nonfinite=nonfinite, num_saturated=saturated,
+        preconditioner=preconditioner, first_position=first_position,
+    )  # fmt: skip
+
+
+def chosen_codebooks(codebooks: object, x: Any, fmt: PolarFormat) -> Codebooks:
+    """The codebooks that ``encode`` is asked to use.
+
+    Parameters
+    ----------
+    codebooks : Codebooks, 'online' or None
+        Its argument.
+    x : array_like
+        What 'online' is fitted to.
+    fmt : PolarFormat
+        Format.
+
+    Returns
+    -------
+    Codebooks
+        Analytic ones by default.
+
+    Raises
+    ------
+    TypeError
+        If ``codebooks`` is anything else.
+    ValueError
+        If they do not have the format's bits.
+    """
     if codebooks is None:
         codebooks = Codebooks.analytic(fmt)
     elif isinstance(codebooks, str) and codebooks == "online":
@@ -120,28 +189,7 @@ def encode(
         raise ValueError(
             f"codebooks have {codebooks.level_bits} bits by level; the format has {fmt.level_bits}"
         )
-    first_position = integer("first_position", first_position)
-    given, given_kind = elements, kind
-    if preconditioner is not None:
-        if not isinstance(preconditioner, Preconditioner):
-            raise TypeError(f"preconditioner is {preconditioner!r}; it must be a Preconditioner")
-        preconditioner.check(fmt, leading)
-        elements, kind = preconditioner.subtract_bias(elements, kind, first_position)
-    num_pages, page_words = -(-seq_len // PAGE), fmt.layout.num_words
-    words = np.empty((*leading, num_pages, page_words), np.uint32)
-    starts = np.arange(words.size // page_words) * page_words
-    nonfinite, saturated = encode_into(
-        strided(elements, kind), fmt, codebooks, words.reshape(-1), starts, preconditioner
-    )
-    if nan == "raise" and nonfinite:
-        raise ValueError(_describe_nonfinite(given, given_kind))
-    if nan == "raise" and saturated:
-        raise ValueError(_describe_saturated(given, given_kind, words, fmt))
-    return PolarPages(
-        fmt, words, seq_len, codebooks, given_kind,
-        num_nonfinite=nonfinite, num_saturated=saturated,
-        preconditioner=preconditioner, first_position=first_position,
-    )  # fmt: skip
+    return codebooks
 
 
 def encode_into(
@@ -238,6 +286,10 @@ def decode(pages: PolarPages, start: int = 0, stop: int | None = None, *, dtype:
             f"{pages.seq_len}"
         )
     kind = _result_kind(pages.kind, dtype)
+    if pages.device != "cpu":
+        from polarquant_nb import gpu
+
+        return gpu.decode(pages, start, stop, kind)
     array, flat = new_array((*pages.shape[:-2], stop - start, pages.format.head_dim), kind)
     decode_rows(pages.rows, start, stop, flat, kind)
     return array
@@ -380,7 +432,7 @@ def _numpy_has_bfloat16() -> bool:
     return True
 
 
-def _describe_nonfinite(x: npt.NDArray[Any], kind: ArrayKind) -> str:
+def describe_nonfinite(x: npt.NDArray[Any], kind: ArrayKind) -> str:
     """Where the first number is that is not finite; the slow path of an error."""
     for leading in np.ndindex(x.shape[:-2]):
         for token in np.flatnonzero(~np.isfinite(widen(x[leading], kind)).all(-1)):
@@ -389,7 +441,7 @@ def _describe_nonfinite(x: npt.NDArray[Any], kind: ArrayKind) -> str:
     raise AssertionError("a kernel reported a row that is not finite")
 
 
-def _describe_saturated(
+def describe_saturated(
     x: npt.NDArray[Any], kind: ArrayKind, words: npt.NDArray[np.uint32], fmt: PolarFormat
 ) -> str:
     """Which row has a radius beyond float16; of several the longest: it may have moved a mean."""

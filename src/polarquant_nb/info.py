@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import polarquant_nb
+from polarquant_nb.gpu_status import missing
 from polarquant_nb.models import cache_dir
 from polarquant_nb.threads import get_num_threads
 
@@ -37,6 +38,7 @@ def report() -> dict[str, Any]:
 
     from polarquant_nb.kernels.jit import cpu_isa
 
+    gpus = _gpus()
     return {
         "versions": {
             "polarquant-nb": polarquant_nb.__version__,
@@ -50,8 +52,8 @@ def report() -> dict[str, Any]:
             "compiled": not config.DISABLE_JIT,
             "threads": get_num_threads(),
         },
-        "gpu": _gpus(),
-        "backend": "cpu; CUDA is not used: this version has no CUDA kernels",
+        "gpu": gpus,
+        "backend": _backend(gpus),
         "environment": {
             name: value
             for name, value in sorted(os.environ.items())
@@ -91,6 +93,16 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def _backend(gpus: list[str]) -> str:
+    """Which kernels are used, and if none on a GPU, why."""
+    problem = missing()
+    if problem is None and not gpus:
+        problem = "there is no NVIDIA GPU, or no driver (nvidia-smi finds none)"
+    if problem:
+        return f"cpu; CUDA is not used: {problem}"
+    return "cpu for arrays in memory, CUDA for arrays on a GPU"
 
 
 def _gpus() -> list[str]:

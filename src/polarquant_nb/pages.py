@@ -45,7 +45,7 @@ class PolarPages:
         Decides the bytes.
     words : ndarray of uint32, shape ``(..., num_pages, page_nbytes / 4)``
         The packed pages; see the notation-and-layout page.  The last page may be partial: its
-        remaining lanes are zero.
+        remaining lanes are zero.  On a GPU a torch.Tensor of int32, with the same bytes.
     seq_len : int
         Tokens.
     codebooks : Codebooks
@@ -53,7 +53,8 @@ class PolarPages:
     kind : ArrayKind
         What :meth:`decode` returns unless told otherwise.
     num_nonfinite : int
-        Rows that held NaN or inf when they were encoded (with ``nan="propagate"``).
+        Rows that held NaN or inf when they were encoded (with ``nan="propagate"``).  On a GPU a
+        0-d tensor, so that nothing waits for it.
     num_saturated : int
         Rows with a radius beyond float16, stored as 65504 (with ``nan="propagate"``).
     preconditioner : Preconditioner, optional
@@ -88,6 +89,55 @@ class PolarPages:
     def num_pages(self) -> int:
         """Pages of each row, the last one maybe partial."""
         return int(self.words.shape[-2])
+
+    @property
+    def device(self) -> Any:
+        """Where the pages are: ``'cpu'``, or a torch.device."""
+        return "cpu" if isinstance(self.words, np.ndarray) else self.words.device
+
+    def to(self, device: Any) -> PolarPages:
+        """The pages on another device.
+
+        Parameters
+        ----------
+        device : str or torch.device
+            ``'cpu'``, or a CUDA device.
+
+        Returns
+        -------
+        PolarPages
+            With a copy of the pages, unless they are there already.  Decoding gives torch tensors.
+
+        Raises
+        ------
+        ValueError
+            If they have a preconditioner, and the device is not the CPU.
+        """
+        import torch
+
+        words, place = self.words, torch.device(device)
+        if self.preconditioner is not None and place.type != "cpu":
+            raise ValueError(
+                f"device is {device!r}; pages with a preconditioner are supported on the CPU only"
+            )
+        if isinstance(words, np.ndarray):
+            words = torch.from_numpy(words.view(np.int32))  # type: ignore[assignment]
+        moved = words.to(place)  # type: ignore[attr-defined]
+        counts = self.num_nonfinite, self.num_saturated
+        if place.type == "cpu":
+            moved, counts = moved.numpy().view(np.uint32), (int(counts[0]), int(counts[1]))
+        kind = ArrayKind("torch", self.kind.dtype)
+        return PolarPages(
+            self.format, moved, self.seq_len, self.codebooks, kind, *counts, self.preconditioner,
+            self.first_position,
+        )  # fmt: skip
+
+    @cached_property
+    def device_rows(self) -> Any:
+        """Pages on a GPU as kernels take them; see :class:`~polarquant_nb.gpu_codec.DeviceRows`."""
+        from polarquant_nb.gpu_codec import device_rows
+
+        return device_rows(self)
 
     @cached_property
     def rows(self) -> PackedRows:
@@ -145,6 +195,8 @@ class PolarPages:
         ImportError
             If safetensors is missing.
         """
+        if self.device != "cpu":
+            return self.to("cpu").save(path)
         record, arrays = preconditioner_record(self.preconditioner)
         header = {
             "format": format_record(self.format, self.codebooks),
@@ -240,7 +292,8 @@ class PolarPages:
                 raise ValueError(
                     f"parts[{i}] was encoded with another preconditioner than parts[0]"
                 )
-            if part.rows.rotary_bias is not None and part.first_position != position:
+            has_bias = getattr(part.preconditioner, "bias", None) is not None
+            if has_bias and part.first_position != position:
                 raise ValueError(
                     f"parts[{i}] starts at position {part.first_position}; with a rotary bias it "
                     f"must go on from the part before, at {position}"
@@ -253,7 +306,7 @@ class PolarPages:
                 )
         return PolarPages(
             format=first.format,
-            words=np.concatenate([part.words for part in parts], -2),
+            words=_concatenated([part.words for part in parts]),
             seq_len=sum(part.seq_len for part in parts),
             codebooks=first.codebooks,
             kind=first.kind,
@@ -266,6 +319,14 @@ class PolarPages:
 
 def _same_preconditioner(a: Preconditioner | None, b: Preconditioner | None) -> bool:
     return a is b or (a is not None and a.same(b))
+
+
+def _concatenated(words: list[Any]) -> Any:
+    if isinstance(words[0], np.ndarray):
+        return np.concatenate(words, -2)
+    import torch
+
+    return torch.cat(words, -2)
 
 
 def _same(a: Codebooks, b: Codebooks) -> bool:

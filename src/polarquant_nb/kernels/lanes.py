@@ -36,7 +36,8 @@ def stage(function: Callable[..., None]) -> Callable[..., None]:
     """Make ``function(L, program, *arguments)`` callable from njit kernels.
 
     Arguments are a :class:`Program`, then one-dimensional contiguous arrays of float32, uint32 or
-    int64, and integers (element indices).
+    int64, and integers (element indices).  The function itself stays there as ``lane_program``, for
+    other back ends.
     """
     if config.DISABLE_JIT:
 
@@ -44,6 +45,7 @@ def stage(function: Callable[..., None]) -> Callable[..., None]:
             with np.errstate(all="ignore"):
                 function(ArrayLanes(program.lanes), program, *arguments)
 
+        run.lane_program = function  # type: ignore[attr-defined]
         return run
 
     def write(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
@@ -76,4 +78,6 @@ def stage(function: Callable[..., None]) -> Callable[..., None]:
     typed.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
     typed.__name__ = function.__name__
     typed.__doc__ = function.__doc__
-    return intrinsic(typed)
+    written = intrinsic(typed)
+    written.lane_program = function
+    return written

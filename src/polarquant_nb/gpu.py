@@ -1,0 +1,229 @@
+"""encode, decode and attention for arrays on a GPU: what the public functions hand over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from polarquant_nb.arrays import ArrayKind, open_elements
+from polarquant_nb.formats import PolarFormat
+from polarquant_nb.gpu_arrays import as_tensor, give_back, on_gpu, same_device
+from polarquant_nb.gpu_attention import attend_rows
+from polarquant_nb.gpu_codec import decode_rows, encode_rows
+from polarquant_nb.gpu_status import check
+from polarquant_nb.layout import PAGE
+from polarquant_nb.pages import PolarPages
+from polarquant_nb.queries import open_logits
+
+__all__ = [
+    "attention",
+    "attention_of_tensors",
+    "decode",
+    "encode",
+    "encode_tensor",
+]
+
+Tensor = Any
+
+
+def encode(x: Any, fmt: PolarFormat, codebooks: Any, nan: str) -> PolarPages:
+    """:func:`polarquant_nb.encode` of an array on a GPU."""
+    check()
+    tensor, family = as_tensor(x, "x")
+    return encode_tensor(tensor, fmt, codebooks, nan, family)
+
+
+def encode_tensor(
+    x: Tensor, fmt: PolarFormat, codebooks: Any, nan: str, family: str = "torch"
+) -> PolarPages:
+    """Encode a tensor where it is; format and ``nan`` are checked already.
+
+    Parameters
+    ----------
+    x : torch.Tensor, shape ``(..., seq_len, head_dim)``
+        Vectors.
+    fmt, codebooks, nan
+        As :func:`polarquant_nb.encode` takes them.
+    family : str
+        What decoding returns; see :func:`~polarquant_nb.gpu_arrays.as_tensor`.
+
+    Returns
+    -------
+    PolarPages
+        With words on the tensor's device.
+
+    Raises
+    ------
+    ValueError
+        If shapes do not fit, or with ``nan="raise"`` a row cannot be stored: only then is the GPU
+        waited for.
+    """
+    import torch
+
+    from polarquant_nb.codec import chosen_codebooks
+
+    if x.ndim < 2 or x.shape[-1] != fmt.head_dim:
+        raise ValueError(
+            f"x has shape {tuple(x.shape)}; it must be (..., seq_len, head_dim), with "
+            f"fmt.head_dim = {fmt.head_dim}"
+        )
+    books = chosen_codebooks(codebooks, x, fmt)
+    *leading, seq_len, _ = x.shape
+    num_pages, page_words = -(-seq_len // PAGE), fmt.layout.num_words
+    words: Any = torch.empty((*leading, num_pages, page_words), dtype=torch.int32, device=x.device)
+    starts = torch.arange(words.numel() // page_words, device=x.device) * page_words
+    events = encode_rows(x, fmt, books, words.reshape(-1), starts)
+    nonfinite, saturated = events.sum(0).unbind()
+    kind = ArrayKind(family, str(x.dtype).removeprefix("torch."))
+    if nan == "raise":
+        nonfinite, saturated = int(nonfinite), int(saturated)
+        if nonfinite or saturated:
+            raise ValueError(_describe(x, words, fmt, nonfinite))
+    return PolarPages(fmt, words, seq_len, books, kind, nonfinite, saturated)
+
+
+def _describe(x: Tensor, words: Tensor, fmt: PolarFormat, nonfinite: int) -> str:
+    """Which row cannot be stored; the slow path of an error, on the CPU."""
+    from polarquant_nb.codec import describe_nonfinite, describe_saturated
+
+    elements, kind = open_elements(x.cpu())
+    if nonfinite:
+        return describe_nonfinite(elements, kind)
+    return describe_saturated(elements, kind, words.cpu().numpy().view(np.uint32), fmt)
+
+
+def decode(pages: PolarPages, start: int, stop: int, kind: ArrayKind) -> Any:
+    """:func:`polarquant_nb.decode` of pages on a device; arguments are checked already.
+
+    Parameters
+    ----------
+    pages : PolarPages
+        With words on a device.
+    start, stop : int
+        Range of tokens.
+    kind : ArrayKind
+        What to return.
+
+    Returns
+    -------
+    array
+        On that device.
+    """
+    import torch
+
+    shape = (*pages.shape[:-2], stop - start, pages.format.head_dim)
+    dtype = getattr(torch, kind.dtype)
+    out = torch.empty(
+        shape, dtype=torch.float32 if dtype == torch.float64 else dtype, device=pages.device
+    )
+    decode_rows(pages.device_rows, start, stop, out)
+    return give_back(out.to(dtype), kind.family)
+
+
+def attention(
+    q: Any, k_pages: PolarPages, v_pages: PolarPages, scale: float | None, mask: Any,
+    is_causal: bool, softcap: float | None, return_lse: bool,
+) -> Any:  # fmt: skip
+    """:func:`polarquant_nb.attention` where queries or pages are on a GPU."""
+    check()
+    if not on_gpu(q):
+        raise ValueError(
+            f"q is on the CPU, but k_pages on {k_pages.device}; move q there, or the pages by "
+            "k_pages.to('cpu')"
+        )
+    tensor, family = as_tensor(q, "q")
+    results = attention_of_tensors(
+        tensor, k_pages, v_pages, scale, mask, is_causal, softcap, return_lse
+    )
+    if return_lse:
+        return tuple(give_back(result, family) for result in results)
+    return give_back(results, family)
+
+
+def attention_of_tensors(
+    q: Tensor, k_pages: PolarPages, v_pages: PolarPages, scale: float | None = None,
+    mask: Any = None, is_causal: bool = False, softcap: float | None = None,
+    return_lse: bool = False,
+) -> Any:  # fmt: skip
+    """Attention of a tensor to pages on its device; pages are checked already.
+
+    Parameters
+    ----------
+    q : torch.Tensor, shape ``(batch, num_heads, q_len, head_dim)``
+        Queries.
+    k_pages, v_pages, scale, mask, is_causal, softcap, return_lse
+        As :func:`polarquant_nb.attention` takes them.
+
+    Returns
+    -------
+    torch.Tensor, or two
+        As there.
+
+    Raises
+    ------
+    TypeError
+        If the mask is of another dtype than bool or floats.
+    ValueError
+        If shapes do not fit, or something is on another device.
+    """
+    for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
+        if pages.device != q.device:
+            raise ValueError(
+                f"q is on device {q.device}, but {name} on {pages.device}; move q there, or the "
+                f"pages by {name}.to('{q.device}')"
+            )
+    batch, kv_heads, seq_len, head_dim = k_pages.shape
+    if q.ndim != 4 or q.shape[0] != batch or q.shape[3] != head_dim:
+        raise ValueError(
+            f"q has shape {tuple(q.shape)}; it must be (batch, num_heads, q_len, head_dim) with "
+            f"batch {batch} and head_dim {head_dim}, as k_pages has shape {k_pages.shape}"
+        )
+    if kv_heads == 0 or q.shape[1] % kv_heads:
+        raise ValueError(
+            f"q has {q.shape[1]} heads; they must be a multiple of num_kv_heads = {kv_heads}"
+        )
+    if is_causal and q.shape[2] > seq_len:
+        raise ValueError(
+            f"q_len is {q.shape[2]} and seq_len {seq_len}; is_causal needs q_len <= seq_len"
+        )
+    logits = open_logits(scale, softcap, head_dim)
+    numbers = None if mask is None else _open_mask(mask, q, seq_len)
+    wide = q.float() if q.element_size() == 8 else q
+    out, lse = attend_rows(
+        wide, k_pages.device_rows, v_pages.device_rows, logits, numbers, is_causal, longest=seq_len
+    )
+    out = out.to(q.dtype)
+    return (out, lse) if return_lse else out
+
+
+def _open_mask(mask: Any, q: Tensor, seq_len: int) -> Tensor:
+    """The mask as float32 numbers to add, of four axes."""
+    import torch
+
+    if not isinstance(mask, torch.Tensor):
+        if not on_gpu(mask):
+            raise ValueError(
+                f"mask is a {type(mask).__name__} on the CPU, but q on device {q.device}; give a "
+                "torch tensor on that device"
+            )
+        mask = torch.utils.dlpack.from_dlpack(mask)
+    same_device("mask", mask, q.device, "q")
+    if mask.dtype == torch.bool:
+        numbers = torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, -float("inf"))
+    elif mask.is_floating_point():
+        numbers = mask.detach().float()
+    else:
+        raise TypeError(f"mask has dtype {mask.dtype}; it must be bool or a float type")
+    given, shape = tuple(mask.shape), (*q.shape[:3], seq_len)
+    if numbers.ndim < 4:
+        numbers = numbers.reshape((1,) * (4 - numbers.ndim) + given)
+    fits = numbers.ndim == 4 and all(
+        n in (1, want) for n, want in zip(numbers.shape, shape, strict=True)
+    )
+    if not fits:
+        raise ValueError(
+            f"mask has shape {given}; it must be broadcastable to (batch, num_heads, q_len, "
+            f"seq_len) = {tuple(shape)}"
+        )
+    return numbers

@@ -1,0 +1,231 @@
+"""Attention over pages on a GPU: few queries on the codes, many by decoding page groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from polarquant_nb.gpu_codec import (
+    DeviceRows,
+    Launcher,
+    Tables,
+    decode_rows,
+    launcher,
+    program_for,
+    simulated_threads,
+    tables,
+)
+from polarquant_nb.layout import PAGE
+
+if TYPE_CHECKING:
+    from polarquant_nb.queries import Logits
+
+__all__ = ["attend_rows"]
+
+Tensor = Any
+
+_LOG2_E = 1.4426950408889634
+
+_FUSED_QUERIES = 64
+"""With more queries to a kv head, decoding pages and multiplying matrices is faster."""
+
+_BLOCKS_PER_PROCESSOR = 4
+"""Blocks of 128 threads and 128 registers that a multiprocessor holds."""
+
+_PREFILL_TOKENS = 2048
+"""Tokens decoded at a time."""
+
+
+def attend_rows(
+    q: Tensor, keys: DeviceRows, values: DeviceRows, logits: Logits, mask: Tensor | None,
+    causal: bool, *, longest: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attention over pages; arguments are not checked.
+
+    Parameters
+    ----------
+    q : torch.Tensor, shape ``(batch, num_heads, q_len, head_dim)``
+        Queries, of any strides; float16, bfloat16 or float32.
+    keys, values : DeviceRows
+        Rows are batch elements and kv heads.
+    logits : Logits
+        Scale and softcap.
+    mask : torch.Tensor of float32, optional
+        Of four axes, each as long as in ``(batch, num_heads, q_len, tokens)`` or 1: numbers added
+        to the logits.
+    causal : bool
+        The queries are the last tokens of their rows.
+    longest : int
+        Tokens of the longest row.
+
+    Returns
+    -------
+    out : torch.Tensor, shape ``(batch, num_heads, q_len, value_head_dim)``
+        Of the queries' dtype; zeros for a query that sees nothing.
+    lse : torch.Tensor of float32, shape ``(batch, num_heads, q_len)``
+        Natural logarithm of each query's sum of exponentials; −inf if it sees nothing.
+    """
+    batch, heads, q_len, _ = q.shape
+    rows = keys.starts.shape[0]
+    if not q.numel() or not longest:
+        out = q.new_zeros((*q.shape[:-1], values.format.head_dim))
+        return out, q.new_full(q.shape[:-1], -float("inf"), dtype=_torch(q).float32)
+    per_row = batch * heads * q_len // rows
+    if per_row > _FUSED_QUERIES:
+        return _by_page_groups(q, keys, values, logits, mask, causal, longest)
+    key = id(values), per_row, q.dtype, longest
+    plan = keys.prepared.get(key)
+    if plan is None or plan.values is not values:
+        plan = keys.prepared[key] = _Plan.make(q, keys, values, per_row, longest)
+    return plan.run(q, logits, mask, causal)
+
+
+def _torch(tensor: Tensor) -> Any:
+    import torch
+
+    return torch
+
+
+@dataclass(eq=False)
+class _Plan:
+    """Three launches for calls that differ in the queries' numbers only."""
+
+    here: Launcher
+    keys: DeviceRows
+    values: DeviceRows
+    k_tables: Tables
+    v_tables: Tables
+    rotate: Any
+    attend: Any
+    merge: Any
+    per_row: int
+    group: int
+    groups: int
+    ranges: int
+    range_pages: int
+    addresses: tuple[tuple[Any, ...], ...]
+
+    @staticmethod
+    def make(q: Tensor, keys: DeviceRows, values: DeviceRows, per_row: int, longest: int) -> _Plan:
+        from polarquant_nb.kernels.cuda_attention import query_group
+        from polarquant_nb.kernels.cuda_compile import program_of
+
+        here = launcher(q.device)
+        k, v = (program_for(side.format, side.codebooks) for side in (keys, values))
+        threads = {"threads": simulated_threads(k, v)} if here.simulated else {}
+        group = query_group(k, v, per_row, **threads)
+        groups = -(-per_row // group)
+        pages, items = -(-longest // PAGE), keys.starts.shape[0] * groups
+        wanted = max(1, _BLOCKS_PER_PROCESSOR * here.processors // items)
+        range_pages = -(-pages // min(wanted, pages))
+        element = str(q.dtype).removeprefix("torch.")
+        k_tables, v_tables = (tables(s.format, s.codebooks, q.device) for s in (keys, values))
+        address = here.address
+        # the rotations' kernels do not depend on the bits
+        return _Plan(
+            here, keys, values, k_tables, v_tables,
+            here.kernel("rotate", program_of(keys.format, bare=True), element),
+            here.kernel("attend", k, values=v, group=group),
+            here.kernel("merge", program_of(values.format, bare=True), element, group=group),
+            per_row, group, groups, -(-pages // range_pages), range_pages,
+            (
+                tuple(map(address, (k_tables.signs, k_tables.order, k_tables.mix, k_tables.dense))),
+                (*map(address, (keys.words, keys.starts, k_tables.cosines, values.words,
+                                values.starts, v_tables.cosines, keys.lengths)),),
+                (*map(address, (v_tables.signs, v_tables.inverse_order, v_tables.mix,
+                                v_tables.back)),),
+            ),
+        )  # fmt: skip
+
+    def run(
+        self, q: Tensor, logits: Logits, mask: Tensor | None, causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        batch, heads, q_len, d = q.shape
+        rows, width = self.keys.starts.shape[0], self.values.format.head_dim
+        num_queries, vectors = batch * heads * q_len, rows * self.groups * self.ranges * self.group
+        float32 = self.k_tables.cosines.dtype
+        # one piece of scratch: rotated queries, and what each range gives
+        scratch = q.new_empty(num_queries * d + vectors * (width + 2), dtype=float32)
+        out = q.new_empty((batch, heads, q_len, width))
+        lse = q.new_empty((batch, heads, q_len), dtype=float32)
+        address = self.here.address
+        if self.here.simulated:
+            sizes = (num_queries * d, vectors * width, vectors, vectors)
+            rotated, outs, tops, totals = map(address, scratch.split(sizes))
+        else:
+            rotated = scratch.data_ptr()
+            outs = rotated + 4 * num_queries * d
+            tops = outs + 4 * vectors * width
+            totals = tops + 4 * vectors
+        rotation, pages, back = self.addresses
+        k_columns, v_columns = self.keys.starts.shape[1], self.values.starts.shape[1]
+        bias: Tensor = lse  # any address, if there is none
+        bias_strides: tuple[int, ...] = (0, 0, 0, 0)
+        if mask is not None:
+            bias = mask
+            bias_strides = tuple(
+                s if n > 1 else 0 for n, s in zip(mask.shape, mask.stride(), strict=True)
+            )
+        with self.here.active():
+            stream = self.here.stream()
+            tiles = -(-num_queries // 8), 1
+            self.rotate.launch(
+                tiles, stream, address(q), rotated, *rotation, logits.scale * _LOG2_E, num_queries,
+                heads, q_len, self.per_row, self.k_tables.heads, *q.stride(),
+            )  # fmt: skip
+            self.attend.launch(
+                (rows * self.groups, self.ranges), stream, rotated, *pages, address(bias), outs,
+                tops, totals, self.per_row, self.groups, k_columns, v_columns, self.range_pages,
+                logits.softcap * _LOG2_E, rows // batch, q_len, int(mask is not None),
+                *bias_strides, int(causal),
+            )  # fmt: skip
+            self.merge.launch(
+                tiles, stream, outs, tops, totals, address(out), address(lse), *back, num_queries,
+                self.per_row, self.groups, self.ranges, self.v_tables.heads,
+            )  # fmt: skip
+        return out, lse
+
+
+# ---- many queries: by page groups ----------------------------------------------------------------
+
+
+def _by_page_groups(
+    q: Tensor, keys: DeviceRows, values: DeviceRows, logits: Logits, mask: Tensor | None,
+    causal: bool, length: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Flash attention: decode tokens, multiply matrices, rescale what was added up."""
+    torch = _torch(q)
+    batch, heads, q_len, d = q.shape
+    rows, width = keys.starts.shape[0], values.format.head_dim
+    scaled = q.float().reshape(rows, -1, d) * (logits.scale * _LOG2_E)
+    n = scaled.shape[1]
+    cap = logits.softcap * _LOG2_E
+    out = scaled.new_zeros((rows, n, width))
+    top = scaled.new_full((rows, n, 1), -float("inf"))
+    total = scaled.new_zeros((rows, n, 1))
+    last = torch.arange(q_len, device=q.device).repeat(n // q_len) + (length - q_len)
+    for start in range(0, length, _PREFILL_TOKENS):
+        stop = min(start + _PREFILL_TOKENS, length)
+        k = scaled.new_empty((rows, stop - start, d))
+        v = scaled.new_empty((rows, stop - start, width))
+        decode_rows(keys, start, stop, k)
+        decode_rows(values, start, stop, v)
+        scores = scaled @ k.transpose(1, 2)
+        if cap:
+            scores = cap * torch.tanh(scores / cap)
+        if mask is not None:
+            part = mask.expand(batch, heads, q_len, length)[..., start:stop]
+            scores = scores + part.reshape(rows, n, -1) * _LOG2_E
+        if causal:
+            token = torch.arange(start, stop, device=q.device)
+            scores = scores.masked_fill(token > last[:, None], -float("inf"))
+        now = torch.maximum(top, scores.amax(-1, keepdim=True))
+        base = now.masked_fill(now == -float("inf"), 0.0)
+        factor, weights = torch.exp2(top - base), torch.exp2(scores - base)
+        total = total * factor + weights.sum(-1, keepdim=True)
+        out = out * factor + weights @ v
+        top = now
+    lse = (top + torch.log2(total)) / _LOG2_E
+    out = torch.where(total == 0, 0.0, out / total)
+    shape = batch, heads, q_len
+    return out.reshape(*shape, width).to(q.dtype), lse.reshape(shape)

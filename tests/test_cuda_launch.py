@@ -1,0 +1,218 @@
+"""How kernels are launched, with the driver's calls stubbed: CPU tensors stand in for a GPU's."""
+
+import ctypes
+import statistics
+import time
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from numba import config
+from support import gaussian
+
+import polarquant_nb as pq
+
+torch = pytest.importorskip("torch")
+if config.ENABLE_CUDASIM:
+    pytest.skip("the simulator launches in another way", allow_module_level=True)
+
+from polarquant_nb import gpu, gpu_attention, gpu_codec  # noqa: E402
+from polarquant_nb.arrays import ArrayKind  # noqa: E402
+from polarquant_nb.kernels import cuda_launch  # noqa: E402
+from polarquant_nb.kernels.cuda_compile import ARGUMENTS, KernelSpec, program_of  # noqa: E402
+
+STREAM = 0x5EED
+
+
+class Driver:
+    """Takes the place of cuLaunchKernel: keeps the numbers that it is given."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, function, gx, gy, gz, bx, by, bz, shared, stream, parameters, extra):
+        self.calls.append((function, (gx, gy, gz), (bx, by, bz), shared, stream, parameters))
+        return (0,)
+
+    def arguments(self, call, letters):
+        """What the kernel would read, through the array of addresses."""
+        kinds = {"i": ctypes.c_int32, "l": ctypes.c_int64, "f": ctypes.c_float}
+        places = (ctypes.c_void_p * len(letters)).from_address(self.calls[call][5])
+        kinds = [kinds.get(letter, ctypes.c_uint64) for letter in letters]
+        return [kind.from_address(p).value for kind, p in zip(kinds, places, strict=True)]
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """CPU tensors are taken for tensors on a GPU of 100 multiprocessors."""
+    stub = Driver()
+    compiled = []
+
+    def load(spec, capability):
+        compiled.append((spec, capability))
+        return cuda_launch.Kernel(spec.name, ARGUMENTS[spec.name], spec.threads, stub)
+
+    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=100)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=STREAM)
+    )
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(cuda_launch, "_loaded", load)
+    for cached in (cuda_launch.kernel_for, gpu_codec.launcher, gpu_codec.tables):
+        cached.cache_clear()
+    stub.compiled = compiled
+    yield stub
+    for cached in (cuda_launch.kernel_for, gpu_codec.launcher, gpu_codec.tables):
+        cached.cache_clear()
+
+
+def pages_of(fmt, seq_len, heads=8):
+    """Pages whose words nobody reads."""
+    words = torch.zeros(1, heads, -(-seq_len // 128), fmt.layout.num_words, dtype=torch.int32)
+    books = pq.Codebooks.analytic(fmt)
+    return pq.PolarPages(fmt, words, seq_len, books, ArrayKind("torch", "float16"))
+
+
+def test_arguments_are_packed_as_the_kernel_reads_them(driver):
+    for name, letters in ARGUMENTS.items():
+        kernel = cuda_launch.Kernel(name, letters, 128, driver)
+        numbers = [
+            0.5 if c == "f" else -(i + 1) if c == "l" else 2**33 + i if c not in "if" else i
+            for i, c in enumerate(letters)
+        ]
+        kernel.launch((3, 2), STREAM, *numbers)
+        assert driver.arguments(-1, letters) == numbers
+        assert driver.calls[-1][:5] == (name, (3, 2, 1), (128, 1, 1), 0, STREAM)
+
+
+def test_an_empty_grid_is_not_launched(driver):
+    kernel = cuda_launch.Kernel("merge", "i", 128, driver)
+    kernel.launch((0, 1), STREAM, 1)
+    kernel.launch((1, 0), STREAM, 1)
+    assert not driver.calls
+
+
+def test_the_drivers_errors_are_raised():
+    kernel = cuda_launch.Kernel("merge", "i", 128, lambda *_: (700,))
+    with pytest.raises(RuntimeError, match="700"):
+        kernel.launch((1, 1), STREAM, 1)
+
+
+def test_attention_launches_three_kernels_on_the_current_stream(driver):
+    pair = pq.preset("balanced", 128)
+    k, v = pages_of(pair.keys, 32768), pages_of(pair.values, 32768)
+    q = torch.zeros(1, 32, 1, 128, dtype=torch.float16)
+    out, lse = gpu.attention_of_tensors(q, k, v, return_lse=True)
+    assert [call[0] for call in driver.calls] == ["rotate", "attend", "merge"]
+    assert {call[4] for call in driver.calls} == {STREAM}
+    # 8 kv heads, one group of 4 queries; four blocks for each of 100 multiprocessors
+    assert driver.calls[1][1] == (8, 43, 1)
+    attend = driver.arguments(1, ARGUMENTS["attend"])
+    assert attend[1] == k.words.data_ptr()
+    assert attend[4] == v.words.data_ptr()
+    merge = driver.arguments(2, ARGUMENTS["merge"])
+    assert merge[3:5] == [out.data_ptr(), lse.data_ptr()]
+    assert out.shape == q.shape
+    assert out.dtype == q.dtype
+
+
+def test_kernels_are_compiled_once(driver):
+    """Per format, group, dtype and compute capability; the seed of a rotation is not code."""
+    fmt = pq.PolarFormat(64, (4, 2, 2))
+    for seed in (0, 1):
+        x = torch.zeros(2, 300, 64)
+        other = pq.PolarFormat(64, (4, 2, 2), seed=seed)
+        for _ in range(2):
+            gpu.encode_tensor(x, other, None, "propagate")
+    assert driver.compiled == [(KernelSpec("encode", program_of(fmt)), (9, 0))]
+    gpu.encode_tensor(x.half(), fmt, None, "propagate")
+    assert driver.compiled[1:] == [(KernelSpec("encode", program_of(fmt), "float16"), (9, 0))]
+    assert [call[1] for call in driver.calls] == [(6, 1, 1)] * 5
+
+
+def test_encoding_does_not_wait_unless_it_is_to_raise(driver, monkeypatch):
+    """A tensor's numbers are looked at on the CPU with nan='raise' only."""
+    x = torch.zeros(2, 9, 64)
+    looked = []
+    for name in ("__int__", "__bool__", "item", "tolist", "cpu"):
+        original = getattr(torch.Tensor, name)
+
+        def spy(tensor, *args, name=name, original=original):
+            looked.append(name)
+            return original(tensor, *args)
+
+        monkeypatch.setattr(torch.Tensor, name, spy)
+    pages = gpu.encode_tensor(x, pq.PolarFormat(64, (4,)), None, "propagate")
+    gpu.attention_of_tensors(
+        torch.zeros(1, 2, 1, 64),
+        *(pages_of(pq.PolarFormat(64, (4,)), 9, 2) for _ in range(2)),
+        mask=torch.ones(9, dtype=torch.bool),
+    )
+    pages.decode()
+    assert not looked
+
+
+def test_python_takes_30_microseconds_a_call(driver):
+    """Of attention with one query a head: arguments, three launches, three allocations."""
+    pair = pq.preset("balanced", 128)
+    k, v = pages_of(pair.keys, 4096), pages_of(pair.values, 4096)
+    q = torch.zeros(1, 32, 1, 128, dtype=torch.float16)
+    for _ in range(20):
+        gpu.attention_of_tensors(q, k, v)
+    medians = []
+    for _ in range(5):  # the best of a few medians: others may use the machine
+        times = []
+        for _ in range(200):
+            start = time.perf_counter_ns()
+            gpu.attention_of_tensors(q, k, v)
+            times.append(time.perf_counter_ns() - start)
+        medians.append(statistics.median(times) / 1000)
+    print(f"{min(medians):.1f} µs")
+    assert min(medians) <= 30
+
+
+def test_decoding_covers_the_pages_that_tokens_touch(driver):
+    pages = pages_of(pq.PolarFormat(64, (4,)), 1000, heads=3)
+    out = pages.decode(200, 500)
+    assert out.shape == (1, 3, 300, 64)
+    assert driver.calls[0][1] == (3 * 3, 1, 1)  # pages 1, 2 and 3 of three heads
+    numbers = driver.arguments(0, ARGUMENTS["decode"])
+    assert numbers[7] == out.data_ptr()
+    assert numbers[8:] == [200, 500, 1, 3, 8, 1]
+
+
+def test_pages_move_between_devices(driver):
+    fmt = pq.PolarFormat(32, (4, 2))
+    pages = pq.encode(gaussian(2, 130, 32), fmt)
+    moved = pq.PolarPages(
+        fmt, torch.from_numpy(pages.words.view(np.int32)), 130, pages.codebooks, pages.kind
+    )
+    back = moved.to("cpu")
+    np.testing.assert_array_equal(back.words, pages.words)
+    assert moved.nbytes == pages.nbytes
+    assert moved.shape == pages.shape
+    whole = pq.PolarPages(fmt, moved.words[:, :1], 128, pages.codebooks, pages.kind)
+    joined = pq.PolarPages.concatenate([whole, moved])
+    assert joined.shape == (2, 258, 32)
+    assert joined.device == moved.device
+
+
+def test_saved_from_a_device_and_loaded(driver, tmp_path):
+    pytest.importorskip("safetensors")
+    pages = pages_of(pq.PolarFormat(32, (4, 2)), 130, 2)
+    pages.save(tmp_path / "pages")
+    np.testing.assert_array_equal(
+        pq.PolarPages.load(tmp_path / "pages").words, pages.to("cpu").words
+    )
+
+
+def test_blocks_fill_the_gpu_whatever_the_length(driver):
+    """At least as many as a wave, and no more ranges than pages."""
+    pair = pq.preset("balanced", 64)
+    q = torch.zeros(1, 8, 1, 64)
+    for seq_len, grid in ((100, (8, 1, 1)), (1024, (8, 8, 1)), (131072, (8, 49, 1))):
+        gpu.attention_of_tensors(q, pages_of(pair.keys, seq_len), pages_of(pair.values, seq_len))
+        assert driver.calls[-2][1] == grid
+    assert gpu_attention._BLOCKS_PER_PROCESSOR == 4
