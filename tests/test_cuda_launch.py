@@ -14,6 +14,7 @@ from support import gaussian
 import polarquant_nb as pq
 
 torch = pytest.importorskip("torch")
+pytest.importorskip("numba_cuda")
 if config.ENABLE_CUDASIM:
     pytest.skip("the simulator launches in another way", allow_module_level=True)
 

@@ -69,10 +69,11 @@ class KernelSpec:
     def launch_bounds(self) -> tuple[int, ...]:
         """Threads of a block, and how many blocks a multiprocessor has to hold at least.
 
-        ptxas makes room for four, as 128 registers a thread are enough; it would guess otherwise,
-        and spill.  Columns of many coordinates and codes of 6 bits take more.
+        ptxas finds by itself what most kernels need.  Encoders that make offsets it squeezes too
+        much, and spills, unless it is told that four blocks are enough: 128 registers a thread.
+        Columns of many coordinates and codes of 6 bits take more.
         """
-        if self.name == "attend":
+        if self.name != "encode" or self.program.offset is None:
             return (self.threads,)
         roomy = self.program.head_dim > 128 or max(self.program.level_bits) > 5
         return self.threads, 2 if roomy else 4
