@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -109,7 +110,7 @@ def to_plain(state: CacheState | None) -> tuple[dict[str, Any], dict[str, npt.ND
     """
     if state is None:
         return {}, {}
-    numbers = {
+    numbers: dict[str, Any] = {
         "kind": vars(state.kind),
         "exact": list(state.exact),
         "packed": list(state.packed),
@@ -121,6 +122,10 @@ def to_plain(state: CacheState | None) -> tuple[dict[str, Any], dict[str, npt.ND
             row[:, held:] = 0  # what a crop has left there
         pages, index = store.table.to_arrays()
         arrays |= {f"{name}.exact": exact, f"{name}.pages": pages, f"{name}.index": index}
+    selected = state.keys.table.preconditioner
+    if selected is not state.settings.preconditioner:
+        numbers["preconditioner"], own_arrays = preconditioner_record(selected)
+        arrays |= {f"keys.{name}": array for name, array in own_arrays.items()}
     return numbers, arrays
 
 
@@ -153,7 +158,14 @@ def from_plain(settings: Settings, numbers: Mapping[str, Any], arrays: Arrays) -
         if not (0 <= e <= settings.capacity and p >= 0 and (p == 0 or e >= settings.sink)):
             raise ValueError(f"it has a row of {e} exact tokens and {p} in pages")
     batch, num_kv_heads = len(exact), arrays["keys.exact"].shape[1]
-    state = CacheState.empty(settings, kind, batch, num_kv_heads)
+    selected = settings
+    if "preconditioner" in numbers:
+        own = {
+            name.removeprefix("keys."): array for name, array in arrays.items() if "keys." in name
+        }
+        held = read_preconditioner(numbers["preconditioner"], own)
+        selected = replace(settings, preconditioner=held)
+    state = CacheState.empty(selected, kind, batch, num_kv_heads)
     stores = []
     for name, store in (("keys", state.keys), ("values", state.values)):
         tokens, pages, index = (arrays[f"{name}.{part}"] for part in ("exact", "pages", "index"))
