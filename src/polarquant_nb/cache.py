@@ -59,7 +59,7 @@ class KVCache:
         Fitted codebooks instead of the analytic ones.
     preconditioner : Preconditioner, optional
         Key scales and rotary bias of the layer.  For a rotary bias, a row's token i is at position
-        i; it makes :meth:`attend` use 4 more bytes of scratch per packed token and query head.
+        i; it makes :meth:`attend` use some 8 more bytes of scratch per packed token and query.
 
     Raises
     ------
