@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import limits
 import numpy as np
 
 import polarquant_nb as pq
@@ -21,7 +22,7 @@ HEADS, TOKENS, QUERIES = 2, 2048, 64
 
 
 def main() -> None:
-    """Print both tables."""
+    """Print the tables."""
     print("biased keys: d = 128, theta = 1e6, content of norm 17")
     print(f"{'':24}{'attention KL':>40}{'RMS error of logits':>40}")
     names = ("offsets alone", "given", "estimated")
@@ -36,6 +37,8 @@ def main() -> None:
         plain, *scaled = np.mean([scales_effect(spectra, drift, seed) for seed in SEEDS], 0)
         label = f"{name}, rho = {spectra.rho:.2f}" + (", drifted" if drift else "")
         print(f"{label:48}{plain:10.5f}" + "".join(f"{plain / kl:8.2f}" for kl in scaled))
+    print()
+    print(f"time of attention with a rotary bias over without: {slowdown():.2f}")
 
 
 def attention_kl(q: np.ndarray, k: np.ndarray, k_hat: np.ndarray) -> tuple[float, float]:
@@ -53,6 +56,22 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
 
 
 # ---- a rotary bias -------------------------------------------------------------------------------
+
+
+def slowdown() -> float:
+    """At 16,384 tokens, d = 128, 8 kv heads, one query for each of 32 heads; one thread."""
+    pq.set_num_threads(1)
+    shape = limits.KV_HEADS, limits.HEAD_DIM
+    bias = pq.RotaryBias(np.ones(shape), 1e6 ** (-np.arange(64) / 64))
+    plain, biased = (
+        limits.filled(
+            pq.KVCache("balanced", head_dim=128, sink=0, recent=0, preconditioner=preconditioner),
+            16_384,
+        )
+        for preconditioner in (None, pq.Preconditioner(bias=bias))
+    )
+    q = limits.queries()
+    return limits.alternate(lambda: biased.attend(q), lambda: plain.attend(q), 51)
 
 
 def rotate_half(x: np.ndarray, inv_freq: np.ndarray, positions: np.ndarray) -> np.ndarray:
