@@ -120,7 +120,7 @@ def test_the_page_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     torch.compiler.reset()
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     namespace = {}
     for block in blocks:
         exec(compile(block, str(PAGE), "exec"), namespace)

@@ -60,8 +60,8 @@ class KVCache:
         Fitted codebooks instead of the analytic ones.
     preconditioner : Preconditioner or OnlinePreconditioner, optional
         Key scales and rotary bias of the layer, or how to fit them to the first tokens.  For a
-        rotary bias, a row's token i is at position i; it makes :meth:`attend` use 4 more bytes of
-        scratch per packed token and query head.
+        rotary bias, a row's token i is at position i; it makes :meth:`attend` use some 8 more bytes
+        of scratch per packed token and query.
 
     Raises
     ------

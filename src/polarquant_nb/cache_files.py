@@ -25,6 +25,7 @@ from polarquant_nb.files import (
 from polarquant_nb.formats import FormatPair
 from polarquant_nb.layout import PAGE
 from polarquant_nb.online import Fitting, OnlinePreconditioner
+from polarquant_nb.preconditioning import Preconditioner
 from polarquant_nb.token_store import TokenStore
 
 __all__ = ["from_plain", "load_cache", "save_cache", "to_plain"]
@@ -120,7 +121,7 @@ def to_plain(state: CacheState | None) -> tuple[dict[str, Any], dict[str, npt.ND
     """
     if state is None:
         return {}, {}
-    numbers = {
+    numbers: dict[str, Any] = {
         "kind": vars(state.kind),
         "exact": list(state.exact),
         "packed": list(state.packed),
@@ -132,13 +133,14 @@ def to_plain(state: CacheState | None) -> tuple[dict[str, Any], dict[str, npt.ND
             row[:, held:] = 0  # what a crop has left there
         pages, index = store.table.to_arrays()
         arrays |= {f"{name}.exact": exact, f"{name}.pages": pages, f"{name}.index": index}
+    preconditioner = state.keys.table.preconditioner
+    if preconditioner is not state.settings.preconditioner:
+        numbers["preconditioner"], own_arrays = preconditioner_record(preconditioner)
+        arrays |= {f"keys.{name}": array for name, array in own_arrays.items()}
     fitting = state.fitting
     if fitting is not None:
-        record, fitted = preconditioner_record(state.keys.table.preconditioner)
-        numbers["fitting"] = {
-            "counts": list(fitting.counts), "fixed": list(fitting.fixed), "fitted": record,
-        }  # fmt: skip
-        arrays |= {"fitting.q_squared": fitting.q_squared, **fitted}
+        numbers["fitting"] = {"counts": list(fitting.counts), "fixed": list(fitting.fixed)}
+        arrays["fitting.q_squared"] = fitting.q_squared
     return numbers, arrays
 
 
@@ -171,10 +173,18 @@ def from_plain(settings: Settings, numbers: Mapping[str, Any], arrays: Arrays) -
         if not (0 <= e <= settings.capacity and p >= 0 and (p == 0 or e >= settings.sink)):
             raise ValueError(f"it has a row of {e} exact tokens and {p} in pages")
     batch, num_kv_heads = len(exact), arrays["keys.exact"].shape[1]
-    state = CacheState.empty(settings, kind, batch, num_kv_heads)
+    held, selected = None, settings
+    if "preconditioner" in numbers:
+        own = {
+            name.removeprefix("keys."): array for name, array in arrays.items() if "keys." in name
+        }
+        held = read_preconditioner(numbers["preconditioner"], own)
+        if isinstance(settings.preconditioner, Preconditioner):
+            selected = replace(settings, preconditioner=held)
+    state = CacheState.empty(selected, kind, batch, num_kv_heads)
     keys, fitting = state.keys, state.fitting
     if fitting is not None:
-        keys, fitting = _with_fitting(keys, fitting, numbers["fitting"], arrays)
+        keys, fitting = _with_fitting(keys, held, fitting, numbers["fitting"], arrays)
     stores = []
     for name, store in (("keys", keys), ("values", state.values)):
         tokens, pages, index = (arrays[f"{name}.{part}"] for part in ("exact", "pages", "index"))
@@ -199,10 +209,14 @@ def from_plain(settings: Settings, numbers: Mapping[str, Any], arrays: Arrays) -
 
 
 def _with_fitting(
-    keys: TokenStore, fitting: Fitting, numbers: Mapping[str, Any], arrays: Arrays
+    keys: TokenStore,
+    fitted: Preconditioner | None,
+    fitting: Fitting,
+    numbers: Mapping[str, Any],
+    arrays: Arrays,
 ) -> tuple[TokenStore, Fitting]:
     """What an OnlinePreconditioner has found out."""
-    fitted, neutral = read_preconditioner(numbers["fitted"], arrays), keys.table.preconditioner
+    neutral = keys.table.preconditioner
     q_squared = arrays["fitting.q_squared"]
     counts, fixed = tuple(numbers["counts"]), tuple(numbers["fixed"])
     assert neutral is not None

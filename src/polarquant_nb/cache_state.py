@@ -290,13 +290,15 @@ class CacheState:
             The next state; pages are shared.
         """
         exact = tuple(self.exact[i] for i in indices)
-        keys, values = self.keys.select(indices), self.values.select(indices)
+        slots = max(exact, default=0)
+        keys, values = self.keys.select(indices, slots), self.values.select(indices, slots)
         fitting = self.fitting.select(indices) if self.fitting else None
         return CacheState(self.settings, keys, values, exact, fitting)
 
     def copy(self) -> CacheState:
         """The same tokens in buffers of their own; pages are shared."""
-        return replace(self, keys=self.keys.copy(), values=self.values.copy())
+        slots = max(self.exact, default=0)
+        return replace(self, keys=self.keys.copy(slots), values=self.values.copy(slots))
 
     def decode(self, store: TokenStore) -> Any:
         """All keys, or values, of the array type and dtype that was appended.

@@ -30,7 +30,7 @@ from polarquant_nb.pages import PolarPages
 from polarquant_nb.preconditioning import Preconditioner, row_signs
 from polarquant_nb.rotations import rotation_for
 from polarquant_nb.rows import PackedRows
-from polarquant_nb.storable import nonfinite_message, too_long_message
+from polarquant_nb.storable import MAX_NORM, nonfinite_message, too_long_message
 from polarquant_nb.threads import run_ranges
 from polarquant_nb.tracing import untraced
 
@@ -133,11 +133,13 @@ def encode(
         raise ValueError(
             f"x has shape {elements.shape}; its last axis must be fmt.head_dim = {fmt.head_dim}"
         )
-    codebooks = chosen_codebooks(codebooks, x, fmt)
     given, given_kind = elements, kind
     if preconditioner is not None:
         preconditioner.check(fmt, leading)
         elements, kind = preconditioner.subtract_bias(elements, kind, first_position)
+    # online ones are fitted to what is rotated
+    rotated = x if preconditioner is None else preconditioner.scaled(elements, kind)
+    codebooks = chosen_codebooks(codebooks, rotated, fmt)
     num_pages, page_words = -(-seq_len // PAGE), fmt.layout.num_words
     words = np.empty((*leading, num_pages, page_words), np.uint32)
     starts = np.arange(words.size // page_words) * page_words
@@ -145,9 +147,9 @@ def encode(
         strided(elements, kind), fmt, codebooks, words.reshape(-1), starts, preconditioner
     )
     if nan == "raise" and nonfinite:
-        raise ValueError(describe_nonfinite(given, given_kind))
+        raise ValueError(describe_nonfinite(given, given_kind, preconditioner))
     if nan == "raise" and saturated:
-        raise ValueError(describe_saturated(given, given_kind, words, fmt))
+        raise ValueError(describe_saturated(given, given_kind, words, fmt, preconditioner))
     return PolarPages(
         fmt, words, seq_len, codebooks, given_kind,
         num_nonfinite=nonfinite, num_saturated=saturated,
@@ -432,25 +434,36 @@ def _numpy_has_bfloat16() -> bool:
     return True
 
 
-def describe_nonfinite(x: npt.NDArray[Any], kind: ArrayKind) -> str:
+def describe_nonfinite(
+    x: npt.NDArray[Any], kind: ArrayKind, preconditioner: Preconditioner | None = None
+) -> str:
     """Where the first number is that is not finite; the slow path of an error."""
     for leading in np.ndindex(x.shape[:-2]):
         for token in np.flatnonzero(~np.isfinite(widen(x[leading], kind)).all(-1)):
             index = (*leading, int(token))
             return nonfinite_message(x[index], kind, "x", index) or ""
-    raise AssertionError("a kernel reported a row that is not finite")
+    # the preconditioner has made them infinite
+    return _describe_longest(x, kind, list(np.ndindex(x.shape[:-1])), preconditioner)
 
 
 def describe_saturated(
-    x: npt.NDArray[Any], kind: ArrayKind, words: npt.NDArray[np.uint32], fmt: PolarFormat
-) -> str:
+    x: npt.NDArray[Any], kind: ArrayKind, words: npt.NDArray[np.uint32], fmt: PolarFormat,
+    preconditioner: Preconditioner | None = None,
+) -> str:  # fmt: skip
     """Which row has a radius beyond float16; of several the longest: it may have moved a mean."""
     radii = fmt.layout.read_radii(words)
     radii = radii.reshape(*x.shape[:-2], -1, fmt.num_blocks)[..., : x.shape[-2], :].max(-1)
     saturated = [tuple(at) for at in np.argwhere(radii == np.finfo(np.float16).max).tolist()]
+    return _describe_longest(x, kind, saturated, preconditioner)
 
+
+def _describe_longest(
+    x: npt.NDArray[Any], kind: ArrayKind, indices: list[tuple[int, ...]],
+    preconditioner: Preconditioner | None,
+) -> str:  # fmt: skip
     def norm(index: tuple[int, ...]) -> float:
         return float(np.linalg.norm(widen(x[index], kind).astype(np.float64)))
 
-    longest = max(saturated, key=norm)
-    return too_long_message(x[longest], kind, "x", longest)
+    index = max(indices, key=norm)
+    longest = MAX_NORM if preconditioner is None else preconditioner.longest
+    return too_long_message(x[index], kind, "x", index, longest)

@@ -129,9 +129,9 @@ def _with_rotary(problem: Problem, rotary: RotaryBias) -> Bias:
     """The logits of the keys' bias, and what is added to logits anyway."""
     keys = problem.keys
     rows, n, _ = problem.queries.shape
-    count = int(keys.lengths.max())
-    logits = rotary.logits(problem.queries, keys.first_position, count)
-    logits *= np.float32(problem.scale)
+    count = keys.num_pages * PAGE
+    queries = problem.queries * np.float32(problem.scale)
+    logits = rotary.logits(queries, keys.first_position, count)
     if problem.bias is not None:
         at = np.arange(count) * problem.bias.stride
         for row, length in enumerate(keys.lengths):

@@ -71,7 +71,7 @@ def check_storable(
             vector = x[index]
             raise ValueError(
                 nonfinite_message(vector, kind, name, index)
-                or too_long_message(vector, kind, name, index)
+                or too_long_message(vector, kind, name, index, longest)
             )
 
 
@@ -106,14 +106,17 @@ def nonfinite_message(
 
 
 def too_long_message(
-    vector: npt.NDArray[Any], kind: ArrayKind, name: str, index: tuple[int, ...]
-) -> str:
+    vector: npt.NDArray[Any], kind: ArrayKind, name: str, index: tuple[int, ...],
+    longest: float = MAX_NORM,
+) -> str:  # fmt: skip
     """What to say about a vector that is too long.
 
     Parameters
     ----------
     vector, kind, name, index
         See :func:`nonfinite_message`.
+    longest : float
+        The largest norm that can be stored whatever the vector.
 
     Returns
     -------
@@ -121,7 +124,8 @@ def too_long_message(
         A message that names its norm.
     """
     norm = float(np.linalg.norm(widen(vector, kind).astype(np.float64)))
+    reduced = "" if longest == MAX_NORM else f" ({longest:.4g} with this preconditioner)"
     return (
-        f"{name} at index {index} has norm {norm:.4g}; radii beyond 65504, the largest float16, "
-        f"cannot be stored: scale {name} down, or {_PROPAGATE} radii as 65504 and go on"
+        f"{name} at index {index} has norm {norm:.4g}; radii beyond 65504, the largest float16"
+        f"{reduced}, cannot be stored: scale {name} down, or {_PROPAGATE} radii as 65504 and go on"
     )

@@ -158,13 +158,14 @@ class TokenStore:
         table = replace(self.table, preconditioner=preconditioner)
         return TokenStore(self.kind, self.exact, table)
 
-    def copy(self) -> TokenStore:
-        """Another store with the same tokens; blocks are shared."""
-        return TokenStore(self.kind, self.exact.copy(), self.table)
+    def copy(self, slots: int) -> TokenStore:
+        """Another store with the same tokens, in so many slots; blocks are shared."""
+        return TokenStore(self.kind, self.exact[:, :, :slots].copy(), self.table)
 
-    def select(self, indices: Sequence[int]) -> TokenStore:
-        """Another store with some of the rows; see :meth:`PageTable.select`."""
-        return TokenStore(self.kind, self.exact[list(indices)], self.table.select(indices))
+    def select(self, indices: Sequence[int], slots: int) -> TokenStore:
+        """Another store with some of the rows, in so many slots; see :meth:`PageTable.select`."""
+        exact = self.exact[list(indices), :, :slots]
+        return TokenStore(self.kind, exact, self.table.select(indices))
 
     def cropped(self, packed: Sequence[int]) -> TokenStore:
         """The store with only so many tokens of each row in pages; the buffer is shared."""
