@@ -137,8 +137,9 @@ def encode(
     if preconditioner is not None:
         preconditioner.check(fmt, leading)
         elements, kind = preconditioner.subtract_bias(elements, kind, first_position)
-    # online ones are fitted to what is rotated
-    rotated = x if preconditioner is None else preconditioner.scaled(elements, kind)
+    rotated = x
+    if preconditioner is not None and isinstance(codebooks, str):  # fitted to what is rotated
+        rotated = preconditioner.scaled(elements, kind)
     codebooks = chosen_codebooks(codebooks, rotated, fmt)
     num_pages, page_words = -(-seq_len // PAGE), fmt.layout.num_words
     words = np.empty((*leading, num_pages, page_words), np.uint32)
