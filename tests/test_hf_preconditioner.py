@@ -12,8 +12,7 @@ pytest.importorskip("transformers")
 import torch
 import transformers
 from language_models import VOCABULARY, random_ids
-from support import NOJIT
-from test_hf import dynamic, forward, generate, prompts
+from test_hf import dynamic, forward, generate, packed, prompts
 from tiny_models import tiny
 
 import polarquant_nb as pq
@@ -23,7 +22,6 @@ pytestmark = [
     pytest.mark.filterwarnings("default::FutureWarning"),
     pytest.mark.filterwarnings("default::DeprecationWarning"),
 ]
-packed = pytest.mark.skipif(NOJIT, reason="takes minutes with NUMBA_DISABLE_JIT=1")
 
 
 @pytest.fixture

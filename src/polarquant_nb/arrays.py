@@ -21,6 +21,8 @@ __all__ = [
     "open_elements",
     "open_integers",
     "strided",
+    "tensor_dtype",
+    "torch_name",
     "widen",
 ]
 
@@ -286,18 +288,45 @@ def _numpy_name(dtype: np.dtype[Any]) -> str:
 
 
 @cache
-def _torch_name(dtype: Any) -> str:
+def torch_name(dtype: Any) -> str:
+    """The name of a torch dtype, such as ``'float32'``."""
     return str(dtype).removeprefix("torch.")
 
 
-def _from_torch(torch: Any, x: Any, name: str) -> tuple[npt.NDArray[Any], str]:
-    dtype = _torch_name(x.dtype)
-    if not x.is_cpu:
-        raise TypeError(f"{name} is on device {x.device}; only CPU and CUDA tensors are supported")
+def tensor_dtype(torch: Any, x: Any, name: str) -> str:
+    """The dtype of a tensor that can be read in place.
+
+    Parameters
+    ----------
+    torch : module
+        Given, so that it is not looked up for every tensor.
+    x : torch.Tensor
+        Of any device.
+    name : str
+        For messages.
+
+    Returns
+    -------
+    str
+        One of ``DTYPES``.
+
+    Raises
+    ------
+    TypeError
+        If it is not dense, or of another dtype.
+    """
+    dtype = torch_name(x.dtype)
     if x.layout != torch.strided:
         raise TypeError(f"{name} has layout {x.layout}; it must be a dense (strided) tensor")
     if dtype not in DTYPES:
         raise TypeError(f"{name} has dtype {dtype}; it must be one of {', '.join(DTYPES)}")
+    return dtype
+
+
+def _from_torch(torch: Any, x: Any, name: str) -> tuple[npt.NDArray[Any], str]:
+    if not x.is_cpu:
+        raise TypeError(f"{name} is on device {x.device}; only CPU and CUDA tensors are supported")
+    dtype = tensor_dtype(torch, x, name)
     if x.requires_grad or x.is_neg():
         x = x.detach().resolve_neg()
     if dtype in ("float16", "bfloat16"):

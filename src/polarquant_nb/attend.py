@@ -9,7 +9,15 @@ import numpy as np
 from polarquant_nb.gpu_arrays import on_gpu
 from polarquant_nb.packed_attention import Problem, attend_packed
 from polarquant_nb.pages import PolarPages
-from polarquant_nb.queries import bias_of, open_logits, open_mask, open_queries, result
+from polarquant_nb.preconditioning import rotary_bias
+from polarquant_nb.queries import (
+    bias_of,
+    check_causal,
+    open_logits,
+    open_mask,
+    open_queries,
+    result,
+)
 from polarquant_nb.tracing import traced_by
 
 __all__ = ["attention"]
@@ -81,10 +89,8 @@ def attention(
     logits = open_logits(scale, softcap, k_pages.format.head_dim)
     batch, kv_heads, group, q_len, head_dim = queries.x.shape
     seq_len = k_pages.seq_len
-    if is_causal and q_len > seq_len:
-        raise ValueError(
-            f"q_len is {q_len} and seq_len {seq_len}; is_causal needs q_len <= seq_len"
-        )
+    if is_causal:
+        check_causal(q_len, seq_len)
     bias = None
     if mask is not None:
         numbers = open_mask(mask, (*queries.shape, seq_len))
@@ -112,7 +118,7 @@ def _check_pages(keys: Any, values: Any) -> None:
                 f"{name} has shape {pages.shape}; it must be (batch, num_kv_heads, seq_len, "
                 "head_dim)"
             )
-    if getattr(values.preconditioner, "bias", None) is not None:
+    if rotary_bias(values.preconditioner) is not None:
         raise ValueError("v_pages have a preconditioner with a rotary bias; only keys can have one")
     if keys.shape[:3] != values.shape[:3]:
         raise ValueError(

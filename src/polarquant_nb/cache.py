@@ -227,7 +227,8 @@ class KVCache:
         if self._settings.nan == "raise":
             check_storable(keys, kind, "k", paddings, state.longest_key)
             check_storable(values, kind, "v", paddings)
-        queries = self._open_appended_queries(q, keys.shape) if self.wants_queries else None
+        wanted = state.fitting is not None and state.fitting.wants_queries
+        queries = self._open_appended_queries(q, keys.shape) if wanted else None
         self._state = state.appended(keys, values, paddings, queries)
 
     def crop(self, n: Any) -> None:

@@ -30,6 +30,9 @@ from polarquant_nb.token_store import TokenStore
 
 __all__ = ["from_plain", "load_cache", "save_cache", "to_plain"]
 
+_HELD = "keys.preconditioner"
+"""Names the arrays of a preconditioner that is not the settings' own."""
+
 Arrays = Mapping[str, npt.NDArray[Any]]
 
 
@@ -135,8 +138,9 @@ def to_plain(state: CacheState | None) -> tuple[dict[str, Any], dict[str, npt.ND
         arrays |= {f"{name}.exact": exact, f"{name}.pages": pages, f"{name}.index": index}
     preconditioner = state.keys.table.preconditioner
     if preconditioner is not state.settings.preconditioner:
-        numbers["preconditioner"], own_arrays = preconditioner_record(preconditioner)
-        arrays |= {f"keys.{name}": array for name, array in own_arrays.items()}
+        record, own_arrays = preconditioner_record(preconditioner, _HELD)
+        numbers["preconditioner"] = record
+        arrays |= own_arrays
     fitting = state.fitting
     if fitting is not None:
         numbers["fitting"] = {"counts": list(fitting.counts), "fixed": list(fitting.fixed)}
@@ -175,10 +179,7 @@ def from_plain(settings: Settings, numbers: Mapping[str, Any], arrays: Arrays) -
     batch, num_kv_heads = len(exact), arrays["keys.exact"].shape[1]
     held, selected = None, settings
     if "preconditioner" in numbers:
-        own = {
-            name.removeprefix("keys."): array for name, array in arrays.items() if "keys." in name
-        }
-        held = read_preconditioner(numbers["preconditioner"], own)
+        held = read_preconditioner(numbers["preconditioner"], arrays, _HELD)
         if isinstance(settings.preconditioner, Preconditioner):
             selected = replace(settings, preconditioner=held)
     state = CacheState.empty(selected, kind, batch, num_kv_heads)

@@ -173,7 +173,7 @@ def read_format(record: dict[str, Any]) -> tuple[PolarFormat, Codebooks]:
 
 
 def preconditioner_record(
-    preconditioner: Preconditioner | None,
+    preconditioner: Preconditioner | None, prefix: str = "preconditioner"
 ) -> tuple[dict[str, Any] | None, dict[str, npt.NDArray[Any]]]:
     """A preconditioner, for files and pickles.
 
@@ -181,6 +181,8 @@ def preconditioner_record(
     ----------
     preconditioner : Preconditioner, optional
         None gives nothing.
+    prefix : str
+        Of the arrays' names.
 
     Returns
     -------
@@ -193,20 +195,22 @@ def preconditioner_record(
         return None, {}
     arrays: dict[str, npt.NDArray[Any]] = {}
     if preconditioner.scales is not None:
-        arrays["preconditioner.scales"] = preconditioner.scales
+        arrays[f"{prefix}.scales"] = preconditioner.scales
     bias = preconditioner.bias
     if bias is None:
         return {"interleaved": None}, arrays
-    arrays |= {"preconditioner.bias": bias.vectors, "preconditioner.inv_freq": bias.inv_freq}
+    arrays |= {f"{prefix}.bias": bias.vectors, f"{prefix}.inv_freq": bias.inv_freq}
     return {"interleaved": bias.interleaved}, arrays
 
 
-def read_preconditioner(record: Mapping[str, Any] | None, arrays: Tensors) -> Preconditioner | None:
+def read_preconditioner(
+    record: Mapping[str, Any] | None, arrays: Tensors, prefix: str = "preconditioner"
+) -> Preconditioner | None:
     """What :func:`preconditioner_record` was given.
 
     Parameters
     ----------
-    record, arrays
+    record, arrays, prefix
         From there; arrays may hold others too.
 
     Returns
@@ -223,9 +227,9 @@ def read_preconditioner(record: Mapping[str, Any] | None, arrays: Tensors) -> Pr
         return None
     bias = None
     if record["interleaved"] is not None:
-        vectors, inv_freq = (arrays[f"preconditioner.{part}"] for part in ("bias", "inv_freq"))
+        vectors, inv_freq = (arrays[f"{prefix}.{part}"] for part in ("bias", "inv_freq"))
         bias = RotaryBias(vectors, inv_freq, record["interleaved"])
-    return Preconditioner(arrays.get("preconditioner.scales"), bias)
+    return Preconditioner(arrays.get(f"{prefix}.scales"), bias)
 
 
 def read_kind(record: dict[str, str]) -> ArrayKind:

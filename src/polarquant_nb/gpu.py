@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from polarquant_nb.arrays import ArrayKind, open_elements
+from polarquant_nb.arrays import ArrayKind, open_elements, torch_name
 from polarquant_nb.formats import PolarFormat
 from polarquant_nb.gpu_arrays import as_tensor, give_back, on_gpu, same_device
 from polarquant_nb.gpu_attention import attend_rows
@@ -14,7 +14,7 @@ from polarquant_nb.gpu_codec import decode_rows, encode_rows
 from polarquant_nb.gpu_status import check
 from polarquant_nb.layout import PAGE
 from polarquant_nb.pages import PolarPages
-from polarquant_nb.queries import open_logits
+from polarquant_nb.queries import check_causal, check_query_shape, mask_shape, open_logits
 
 __all__ = [
     "attention",
@@ -75,7 +75,7 @@ def encode_tensor(
     starts = torch.arange(words.numel() // page_words, device=x.device) * page_words
     events = encode_rows(x, fmt, books, words.reshape(-1), starts)
     nonfinite, saturated = events.sum(0).unbind()
-    kind = ArrayKind(family, str(x.dtype).removeprefix("torch."))
+    kind = ArrayKind(family, torch_name(x.dtype))
     if nan == "raise":
         nonfinite, saturated = int(nonfinite), int(saturated)
         if nonfinite or saturated:
@@ -173,20 +173,10 @@ def attention_of_tensors(
                 f"q is on device {q.device}, but {name} on {pages.device}; move q there, or the "
                 f"pages by {name}.to('{q.device}')"
             )
-    batch, kv_heads, seq_len, head_dim = k_pages.shape
-    if q.ndim != 4 or q.shape[0] != batch or q.shape[3] != head_dim:
-        raise ValueError(
-            f"q has shape {tuple(q.shape)}; it must be (batch, num_heads, q_len, head_dim) with "
-            f"batch {batch} and head_dim {head_dim}, as k_pages has shape {k_pages.shape}"
-        )
-    if kv_heads == 0 or q.shape[1] % kv_heads:
-        raise ValueError(
-            f"q has {q.shape[1]} heads; they must be a multiple of num_kv_heads = {kv_heads}"
-        )
-    if is_causal and q.shape[2] > seq_len:
-        raise ValueError(
-            f"q_len is {q.shape[2]} and seq_len {seq_len}; is_causal needs q_len <= seq_len"
-        )
+    *_, seq_len, head_dim = k_pages.shape
+    check_query_shape(tuple(q.shape), k_pages.shape, "k_pages")
+    if is_causal:
+        check_causal(q.shape[2], seq_len)
     logits = open_logits(scale, softcap, head_dim)
     numbers = None if mask is None else _open_mask(mask, q, seq_len)
     wide = q.float() if q.element_size() == 8 else q
@@ -215,15 +205,4 @@ def _open_mask(mask: Any, q: Tensor, seq_len: int) -> Tensor:
         numbers = mask.detach().float()
     else:
         raise TypeError(f"mask has dtype {mask.dtype}; it must be bool or a float type")
-    given, shape = tuple(mask.shape), (*q.shape[:3], seq_len)
-    if numbers.ndim < 4:
-        numbers = numbers.reshape((1,) * (4 - numbers.ndim) + given)
-    fits = numbers.ndim == 4 and all(
-        n in (1, want) for n, want in zip(numbers.shape, shape, strict=True)
-    )
-    if not fits:
-        raise ValueError(
-            f"mask has shape {given}; it must be broadcastable to (batch, num_heads, q_len, "
-            f"seq_len) = {tuple(shape)}"
-        )
-    return numbers
+    return numbers.reshape(mask_shape(tuple(mask.shape), (*q.shape[:3], seq_len)))

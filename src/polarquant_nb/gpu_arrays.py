@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from polarquant_nb.arrays import DTYPES
+from polarquant_nb.arrays import tensor_dtype
 
 __all__ = ["as_tensor", "give_back", "on_gpu", "same_device"]
 
@@ -77,11 +77,7 @@ def as_tensor(x: Any, name: str) -> tuple[Any, str]:
             if hasattr(x, "__dlpack__")
             else torch.as_tensor(x, device="cuda")
         )
-    if x.layout != torch.strided:
-        raise TypeError(f"{name} has layout {x.layout}; it must be a dense (strided) tensor")
-    dtype = str(x.dtype).removeprefix("torch.")
-    if dtype not in DTYPES:
-        raise TypeError(f"{name} has dtype {dtype}; it must be one of {', '.join(DTYPES)}")
+    tensor_dtype(torch, x, name)
     return x.detach().resolve_neg(), family
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from polarquant_nb.arrays import torch_name
 from polarquant_nb.gpu_codec import (
     DeviceRows,
     Launcher,
@@ -15,6 +16,7 @@ from polarquant_nb.gpu_codec import (
     simulated_threads,
     tables,
 )
+from polarquant_nb.kernels.attention_cpu import LOG2_E
 from polarquant_nb.layout import PAGE
 
 if TYPE_CHECKING:
@@ -23,8 +25,6 @@ if TYPE_CHECKING:
 __all__ = ["attend_rows"]
 
 Tensor = Any
-
-_LOG2_E = 1.4426950408889634
 
 _FUSED_QUERIES = 64
 """With more queries to a kv head, decoding pages and multiplying matrices is faster."""
@@ -118,7 +118,7 @@ class _Plan:
         pages, items = -(-longest // PAGE), keys.starts.shape[0] * groups
         wanted = max(1, _BLOCKS_PER_PROCESSOR * here.processors // items)
         range_pages = -(-pages // min(wanted, pages))
-        element = str(q.dtype).removeprefix("torch.")
+        element = torch_name(q.dtype)
         k_tables, v_tables = (tables(s.format, s.codebooks, q.device) for s in (keys, values))
         address = here.address
         # the rotations' kernels do not depend on the bits
@@ -170,13 +170,13 @@ class _Plan:
             stream = self.here.stream()
             tiles = -(-num_queries // 8), 1
             self.rotate.launch(
-                tiles, stream, address(q), rotated, *rotation, logits.scale * _LOG2_E, num_queries,
+                tiles, stream, address(q), rotated, *rotation, logits.scale * LOG2_E, num_queries,
                 heads, q_len, self.per_row, self.k_tables.heads, *q.stride(),
             )  # fmt: skip
             self.attend.launch(
                 (rows * self.groups, self.ranges), stream, rotated, *pages, address(bias), outs,
                 tops, totals, self.per_row, self.groups, k_columns, v_columns, self.range_pages,
-                logits.softcap * _LOG2_E, rows // batch, q_len, int(mask is not None),
+                logits.softcap * LOG2_E, rows // batch, q_len, int(mask is not None),
                 *bias_strides, int(causal),
             )  # fmt: skip
             self.merge.launch(
@@ -197,9 +197,9 @@ def _by_page_groups(
     torch = _torch(q)
     batch, heads, q_len, d = q.shape
     rows, width = keys.starts.shape[0], values.format.head_dim
-    scaled = q.float().reshape(rows, -1, d) * (logits.scale * _LOG2_E)
+    scaled = q.float().reshape(rows, -1, d) * (logits.scale * LOG2_E)
     n = scaled.shape[1]
-    cap = logits.softcap * _LOG2_E
+    cap = logits.softcap * LOG2_E
     out = scaled.new_zeros((rows, n, width))
     top = scaled.new_full((rows, n, 1), -float("inf"))
     total = scaled.new_zeros((rows, n, 1))
@@ -215,7 +215,7 @@ def _by_page_groups(
             scores = cap * torch.tanh(scores / cap)
         if mask is not None:
             part = mask.expand(batch, heads, q_len, length)[..., start:stop]
-            scores = scores + part.reshape(rows, n, -1) * _LOG2_E
+            scores = scores + part.reshape(rows, n, -1) * LOG2_E
         if causal:
             token = torch.arange(start, stop, device=q.device)
             scores = scores.masked_fill(token > last[:, None], -float("inf"))
@@ -225,7 +225,7 @@ def _by_page_groups(
         total = total * factor + weights.sum(-1, keepdim=True)
         out = out * factor + weights @ v
         top = now
-    lse = (top + torch.log2(total)) / _LOG2_E
+    lse = (top + torch.log2(total)) / LOG2_E
     out = torch.where(total == 0, 0.0, out / total)
     shape = batch, heads, q_len
     return out.reshape(*shape, width).to(q.dtype), lse.reshape(shape)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from polarquant_nb.arrays import torch_name
 from polarquant_nb.codebooks import Codebooks
 from polarquant_nb.formats import PolarFormat
 from polarquant_nb.layout import PAGE
@@ -234,7 +235,7 @@ def encode_rows(
     events = torch.empty((starts.numel(), 2), dtype=torch.int32, device=x.device)
     if not x.numel():
         return events
-    kernel = here.kernel("encode", program_for(fmt, codebooks), _element(x))
+    kernel = here.kernel("encode", program_for(fmt, codebooks), torch_name(x.dtype))
     with here.active():
         kernel.launch(
             (starts.numel(), 1), here.stream(),
@@ -264,7 +265,9 @@ def decode_rows(rows: DeviceRows, start: int, stop: int, target: Tensor) -> None
     here, kit = launcher(device), tables(rows.format, rows.codebooks, device)
     count, columns = rows.starts.shape
     first, touched = start // PAGE, -(-stop // PAGE) - start // PAGE
-    kernel = here.kernel("decode", program_for(rows.format, rows.codebooks), _element(target))
+    kernel = here.kernel(
+        "decode", program_for(rows.format, rows.codebooks), torch_name(target.dtype)
+    )
     with here.active():
         kernel.launch(
             (count * touched, 1), here.stream(),
@@ -272,10 +275,6 @@ def decode_rows(rows: DeviceRows, start: int, stop: int, target: Tensor) -> None
                                 kit.back, kit.cosines, target)),
             start, stop, first, touched, columns, kit.heads,
         )  # fmt: skip
-
-
-def _element(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")
 
 
 def _two_axes(x: Tensor) -> tuple[Tensor, int, tuple[int, int]]:

@@ -26,7 +26,7 @@ from polarquant_nb.files import (
 )
 from polarquant_nb.formats import PolarFormat
 from polarquant_nb.layout import PAGE
-from polarquant_nb.preconditioning import Preconditioner
+from polarquant_nb.preconditioning import Preconditioner, rotary_bias
 from polarquant_nb.rows import PackedRows
 from polarquant_nb.tracing import Token
 
@@ -292,7 +292,7 @@ class PolarPages:
                 raise ValueError(
                     f"parts[{i}] was encoded with another preconditioner than parts[0]"
                 )
-            has_bias = getattr(part.preconditioner, "bias", None) is not None
+            has_bias = rotary_bias(part.preconditioner) is not None
             if has_bias and part.first_position != position:
                 raise ValueError(
                     f"parts[{i}] starts at position {part.first_position}; with a rotary bias it "

@@ -26,7 +26,14 @@ from polarquant_nb.layout import PAGE
 from polarquant_nb.rotations import rotation_for
 from polarquant_nb.storable import MAX_NORM
 
-__all__ = ["Preconditioner", "RotaryBias", "key_scales", "page_variance", "row_signs"]
+__all__ = [
+    "Preconditioner",
+    "RotaryBias",
+    "key_scales",
+    "page_variance",
+    "rotary_bias",
+    "row_signs",
+]
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -424,6 +431,11 @@ class Preconditioner:
                 change(bias.vectors), bias.inv_freq, bias.interleaved
             ),
         )  # fmt: skip
+
+
+def rotary_bias(preconditioner: Preconditioner | None) -> RotaryBias | None:
+    """The bias of a preconditioner, where there are both."""
+    return None if preconditioner is None else preconditioner.bias
 
 
 def _phases(frequencies: bytes, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.complex64]:

@@ -18,7 +18,18 @@ from polarquant_nb.arrays import (
 )
 from polarquant_nb.packed_attention import Bias
 
-__all__ = ["Logits", "Queries", "bias_of", "open_logits", "open_mask", "open_queries", "result"]
+__all__ = [
+    "Logits",
+    "Queries",
+    "bias_of",
+    "check_causal",
+    "check_query_shape",
+    "mask_shape",
+    "open_logits",
+    "open_mask",
+    "open_queries",
+    "result",
+]
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -86,8 +97,31 @@ def open_queries(q: Any, held: tuple[int, ...], holder: str) -> Queries:
         If its shape does not fit.
     """
     elements, kind = open_elements(q, "q")
-    batch, kv_heads, _, head_dim = held
     shape = elements.shape
+    check_query_shape(shape, held, holder)
+    batch, kv_heads = held[:2]
+    x = widen(elements, kind)
+    if not (x.flags.c_contiguous and x.flags.writeable):
+        x = x.copy()
+    return Queries(x.reshape(batch, kv_heads, shape[1] // kv_heads, *shape[2:]), kind)
+
+
+def check_query_shape(shape: tuple[int, ...], held: tuple[int, ...], holder: str) -> None:
+    """Refuse queries that do not fit the keys.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        Of the queries.
+    held, holder
+        See :func:`open_queries`.
+
+    Raises
+    ------
+    ValueError
+        If it does not fit.
+    """
+    batch, kv_heads, _, head_dim = held
     if len(shape) != 4 or shape[0] != batch or shape[3] != head_dim:
         raise ValueError(
             f"q has shape {shape}; it must be (batch, num_heads, q_len, head_dim) with batch "
@@ -97,10 +131,25 @@ def open_queries(q: Any, held: tuple[int, ...], holder: str) -> Queries:
         raise ValueError(
             f"q has {shape[1]} heads; they must be a multiple of num_kv_heads = {kv_heads}"
         )
-    x = widen(elements, kind)
-    if not (x.flags.c_contiguous and x.flags.writeable):
-        x = x.copy()
-    return Queries(x.reshape(batch, kv_heads, shape[1] // kv_heads, *shape[2:]), kind)
+
+
+def check_causal(q_len: int, seq_len: int) -> None:
+    """Refuse more queries than there are tokens that they could be the last of.
+
+    Parameters
+    ----------
+    q_len, seq_len : int
+        Queries, and tokens.
+
+    Raises
+    ------
+    ValueError
+        If there are more.
+    """
+    if q_len > seq_len:
+        raise ValueError(
+            f"q_len is {q_len} and seq_len {seq_len}; is_causal needs q_len <= seq_len"
+        )
 
 
 def open_logits(scale: float | None, softcap: float | None, head_dim: int) -> Logits:
@@ -161,16 +210,38 @@ def open_mask(mask: Any, shape: tuple[int, int, int, int]) -> FloatArray:
         mask = np.where(mask, np.float32(0), np.float32(-np.inf))
     elif mask.dtype.kind != "f":
         raise TypeError(f"mask has dtype {mask.dtype}; it must be bool or a float type")
-    given = mask.shape
-    if mask.ndim < 4:
-        mask = mask.reshape((1,) * (4 - mask.ndim) + given)
-    if mask.ndim > 4 or any(n not in (1, want) for n, want in zip(mask.shape, shape, strict=True)):
+    mask = mask.reshape(mask_shape(mask.shape, shape))
+    with np.errstate(over="ignore"):
+        return mask.astype(np.float32, copy=False)
+
+
+def mask_shape(given: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a mask, with axes of length 1 before it so that there are four.
+
+    Parameters
+    ----------
+    given : tuple of int
+        Shape that it has.
+    shape : tuple of int
+        ``(batch, num_heads, q_len, seq_len)``.
+
+    Returns
+    -------
+    tuple of four ints
+        Each as in ``shape``, or 1.
+
+    Raises
+    ------
+    ValueError
+        If the mask cannot be broadcast.
+    """
+    axes = (1,) * (4 - len(given)) + given
+    if len(axes) > 4 or any(n not in (1, want) for n, want in zip(axes, shape, strict=True)):
         raise ValueError(
             f"mask has shape {given}; it must be broadcastable to (batch, num_heads, q_len, "
             f"seq_len) = {shape}"
         )
-    with np.errstate(over="ignore"):
-        return mask.astype(np.float32, copy=False)
+    return axes
 
 
 def bias_of(mask: FloatArray, queries: Queries, seq_len: int, first: npt.NDArray[np.int64]) -> Bias:

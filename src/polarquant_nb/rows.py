@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from polarquant_nb.codebooks import Codebooks
 from polarquant_nb.formats import PolarFormat
-from polarquant_nb.preconditioning import Preconditioner, RotaryBias, row_signs
+from polarquant_nb.preconditioning import Preconditioner, RotaryBias, rotary_bias, row_signs
 
 __all__ = ["PackedRows"]
 
@@ -62,7 +62,7 @@ class PackedRows:
     @property
     def rotary_bias(self) -> RotaryBias | None:
         """What was subtracted from the vectors, if anything was."""
-        return self.preconditioner.bias if self.preconditioner is not None else None
+        return rotary_bias(self.preconditioner)
 
     @cached_property
     def inverse_signs(self) -> npt.NDArray[np.float32]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -135,8 +136,7 @@ def make_rotate(program: Program, element: str, threads: int = THREADS) -> Calla
     BLOCKS, TILE, BAD = D // 16, D * N, PIECES * N
     HADAMARD, HAAR = program.rotation == "hadamard", program.rotation == "haar"
 
-    def stage(function: Callable[..., None], **constants: Any) -> Callable[..., None]:
-        return device_stage(function, program, N, **constants)
+    stage = partial(device_stage, program=program, stride=N)
 
     load = stage(stages.load_scaled, element=element)
     start_block, end_first = stage(stages.start_block), stage(polar.end_first_round)
@@ -373,8 +373,7 @@ def make_merge(
     BLOCKS, TILE, G = D // 16, D * N, group
     HADAMARD, HAAR = program.rotation == "hadamard", program.rotation == "haar"
 
-    def stage(function: Callable[..., None], **constants: Any) -> Callable[..., None]:
-        return device_stage(function, program, N, **constants)
+    stage = partial(device_stage, program=program, stride=N)
 
     merge = stage(attend.merge_range, group=G)
     start_leaves = stage(stages.start_leaves)

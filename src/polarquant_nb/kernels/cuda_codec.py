@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -107,8 +108,7 @@ def make_encode(program: Program, element: str, threads: int = THREADS) -> Calla
     OFFSET, HADAMARD = program.offset is not None, program.rotation == "hadamard"
     HAAR = program.rotation == "haar"
 
-    def stage(function: Callable[..., None], **constants: Any) -> Callable[..., None]:
-        return device_stage(function, program, N, **constants)
+    stage = partial(device_stage, program=program, stride=N)
 
     load = stage(stages.load_tile, element=element, lanes=LANES, threads=threads)
     start_block = stage(stages.start_block)
@@ -272,8 +272,7 @@ def make_decode(program: Program, element: str, threads: int = THREADS) -> Calla
     OFFSET_WORD, OFFSET = layout.offset_word, program.offset is not None
     HADAMARD, HAAR = program.rotation == "hadamard", program.rotation == "haar"
 
-    def stage(function: Callable[..., None], **constants: Any) -> Callable[..., None]:
-        return device_stage(function, program, N, **constants)
+    stage = partial(device_stage, program=program, stride=N)
 
     unpack_rows = stage(stages.unpack_rows, pieces=PIECES)
     descend, leaf_block = stage(polar.descend), stage(polar.leaf_block)

@@ -19,7 +19,8 @@ from llvmlite import ir
 from numba import cuda
 from numba.core import config
 
-from polarquant_nb.kernels.array_lanes import Index, Mask, Vector
+from polarquant_nb.kernels.array_lanes import ArrayLanes, Index, Mask, Vector
+from polarquant_nb.kernels.written import WrittenFloat, WrittenUint
 
 __all__ = ["ALIGNMENT", "SIMULATED", "ThreadLanes", "compiled_kernel", "device_stage"]
 
@@ -129,8 +130,10 @@ def _plain_argument(argument: Any) -> Any:
     return array if isinstance(array, np.ndarray) else int(array)
 
 
-class SimulatedLanes:
-    """What one thread does, with NumPy's scalars; same methods as :class:`ThreadLanes`.
+class SimulatedLanes(ArrayLanes):
+    """What one thread does, with NumPy's scalars; the methods of :class:`ThreadLanes`.
+
+    What works on arrays and on scalars alike is that of ``ArrayLanes``.
 
     Parameters
     ----------
@@ -141,8 +144,8 @@ class SimulatedLanes:
     """
 
     def __init__(self, lane: int, n: int) -> None:
+        super().__init__(n)
         self.lane = self.own = lane
-        self.n = n
 
     def f(self, value: float) -> Vector:
         return np.float32(value)
@@ -167,9 +170,6 @@ class SimulatedLanes:
 
     def put(self, array: Any, index: Index, value: Vector) -> None:
         array[index] = value
-
-    def index(self, array: Any, i: Index) -> Index:
-        return int(array[i])
 
     def smaller(self, a: Index, b: int) -> Index:
         return min(a, b)
@@ -204,35 +204,14 @@ class SimulatedLanes:
         narrow = words.view(f"<u{width // 8}")
         narrow[word * (32 // width) + lane + self.lane] = value & np.uint32(2**width - 1)
 
-    def prefetch(self, *_: Any, write: bool = False) -> None:
-        pass
-
-    def as_uint(self, value: Vector) -> Vector:
-        return value.view(np.uint32)
-
-    def as_float(self, value: Vector) -> Vector:
-        return value.view(np.float32)
-
     def where(self, mask: Mask, a: Vector, b: Vector) -> Vector:
         return a if mask else b
 
     def only(self, mask: Mask, value: int) -> Vector:
         return np.uint32(value if mask else 0)
 
-    def sqrt(self, a: Vector) -> Vector:
-        return np.sqrt(a)
-
-    def absolute(self, a: Vector) -> Vector:
-        return np.abs(a)
-
-    def subtract(self, a: Vector, b: Vector) -> Vector:
-        return a - b
-
     def divide(self, a: Vector, b: Vector) -> Vector:
         return a / b
-
-    def fma(self, a: Vector, b: Vector, c: Vector) -> Vector:
-        return a * b + c
 
     def exp2(self, a: Vector) -> Vector:
         return np.exp2(a)
@@ -252,17 +231,6 @@ class SimulatedLanes:
     def lookup(self, table: Any, index: Index, bits: int, code: Vector) -> Vector:
         return table[index + (int(code) & (2**bits - 1))]
 
-    def loop(
-        self,
-        count: Index,
-        start: Sequence[Vector],
-        body: Callable[[Index, list[Vector]], list[Vector]],
-    ) -> list[Vector]:
-        values = list(start)
-        for i in range(count):
-            values = body(i, values)
-        return values
-
     def barrier(self) -> None:
         from numba.cuda.simulator import kernel
 
@@ -272,14 +240,11 @@ class SimulatedLanes:
 # ---- a thread's instructions ---------------------------------------------------------------------
 
 
-class _Float:
+class _Float(WrittenFloat):
     """A float32 being written down."""
 
-    def __init__(self, lanes: ThreadLanes, value: ir.Value) -> None:
-        self.lanes, self.value = lanes, value
-
     def _rounded(self, name: str, *values: ir.Value) -> _Float:
-        return _Float(self.lanes, self.lanes.call(f"llvm.nvvm.{name}.rn.f", _F32, *values))
+        return self._new(self.lanes.call(f"llvm.nvvm.{name}.rn.f", _F32, *values))
 
     def __add__(self, other: _Float) -> _Float:
         return self._rounded("add", self.value, other.value)
@@ -289,65 +254,6 @@ class _Float:
 
     def __mul__(self, other: _Float) -> _Float:
         return self._rounded("mul", self.value, other.value)
-
-    def _compare(self, operator: str, other: _Float) -> _Mask:
-        return _Mask(self.lanes, self.lanes.b.fcmp_ordered(operator, self.value, other.value))
-
-    def __gt__(self, other: _Float) -> _Mask:
-        return self._compare(">", other)
-
-    def __lt__(self, other: _Float) -> _Mask:
-        return self._compare("<", other)
-
-    def __le__(self, other: _Float) -> _Mask:
-        return self._compare("<=", other)
-
-
-class _Uint:
-    """A uint32 being written down."""
-
-    def __init__(self, lanes: ThreadLanes, value: ir.Value) -> None:
-        self.lanes, self.value = lanes, value
-
-    def __add__(self, other: _Uint) -> _Uint:
-        return _Uint(self.lanes, self.lanes.b.add(self.value, other.value))
-
-    def __sub__(self, other: _Uint) -> _Uint:
-        return _Uint(self.lanes, self.lanes.b.sub(self.value, other.value))
-
-    def __and__(self, other: _Uint) -> _Uint:
-        return _Uint(self.lanes, self.lanes.b.and_(self.value, other.value))
-
-    def __or__(self, other: _Uint) -> _Uint:
-        return _Uint(self.lanes, self.lanes.b.or_(self.value, other.value))
-
-    def __xor__(self, other: _Uint) -> _Uint:
-        return _Uint(self.lanes, self.lanes.b.xor(self.value, other.value))
-
-    def __lshift__(self, other: _Uint) -> _Uint:
-        return _Uint(self.lanes, self.lanes.b.shl(self.value, other.value))
-
-    def __rshift__(self, other: _Uint) -> _Uint:
-        return _Uint(self.lanes, self.lanes.b.lshr(self.value, other.value))
-
-    def __ge__(self, other: _Uint) -> _Mask:
-        return _Mask(self.lanes, self.lanes.b.icmp_unsigned(">=", self.value, other.value))
-
-
-class _Mask:
-    """A condition being written down."""
-
-    def __init__(self, lanes: ThreadLanes, value: ir.Value) -> None:
-        self.lanes, self.value = lanes, value
-
-    def __and__(self, other: _Mask) -> _Mask:
-        return _Mask(self.lanes, self.lanes.b.and_(self.value, other.value))
-
-    def __xor__(self, other: _Mask) -> _Mask:
-        return _Mask(self.lanes, self.lanes.b.xor(self.value, other.value))
-
-    def __invert__(self) -> _Mask:
-        return _Mask(self.lanes, self.lanes.b.not_(self.value))
 
 
 class _Index:
@@ -405,7 +311,7 @@ class ThreadLanes:
 
     def u(self, value: int) -> Vector:
         """Unsigned constant."""
-        return _Uint(self, ir.Constant(_I32, value))
+        return WrittenUint(self, ir.Constant(_I32, value))
 
     def load(self, array: ir.Value, index: Index) -> Vector:
         """The thread's element of consecutive ones."""
@@ -420,7 +326,7 @@ class ThreadLanes:
         value = self.b.load(self._address(array, index))
         if value.type == _I8:
             value = self.b.zext(value, _I32)
-        return _Float(self, value) if value.type == _F32 else _Uint(self, value)
+        return _Float(self, value) if value.type == _F32 else WrittenUint(self, value)
 
     def splats(self, array: ir.Value, index: Index, count: int) -> list[Vector]:
         """``count`` floats from an index that is a multiple of ``count``, in a 16-aligned array.
@@ -490,7 +396,7 @@ class ThreadLanes:
         """Lane ``lane + self.lane`` of a page row of 32, 16 or 8 bits a lane, zero-extended."""
         pointer = self._row_address(words, word, lane, width)
         value = self.b.load(pointer, align=width // 8)
-        return _Uint(self, value if width == 32 else self.b.zext(value, _I32))
+        return WrittenUint(self, value if width == 32 else self.b.zext(value, _I32))
 
     def store_lanes(
         self, words: ir.Value, word: Index, lane: Index, width: int, value: Vector
@@ -505,7 +411,7 @@ class ThreadLanes:
 
     def as_uint(self, value: Vector) -> Vector:
         """Bits of a float."""
-        return _Uint(self, self.b.bitcast(value.value, _I32))
+        return WrittenUint(self, self.b.bitcast(value.value, _I32))
 
     def as_float(self, value: Vector) -> Vector:
         """Float of its bits."""
@@ -558,7 +464,7 @@ class ThreadLanes:
 
     def as_bits(self, i: Index) -> Vector:
         """The lower 32 bits of an index."""
-        return _Uint(self, self.b.trunc(i.value, _I32))
+        return WrittenUint(self, self.b.trunc(i.value, _I32))
 
     def lookup(self, table: ir.Value, index: Index, bits: int, code: Vector) -> Vector:
         """``table[index + code % 2**bits]``.

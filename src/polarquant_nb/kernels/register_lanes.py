@@ -11,18 +11,13 @@ from numba.core import cgutils
 
 from polarquant_nb.kernels.array_lanes import Index, Mask, Vector
 from polarquant_nb.kernels.jit import Program
+from polarquant_nb.kernels.written import WrittenFloat, WrittenUint
 
 __all__ = ["RegisterLanes"]
 
 
-class _Float:
+class _Float(WrittenFloat):
     """A float32 vector being written down."""
-
-    def __init__(self, lanes: RegisterLanes, value: ir.Value) -> None:
-        self.lanes, self.value = lanes, value
-
-    def _new(self, value: ir.Value) -> _Float:
-        return _Float(self.lanes, value)
 
     def __add__(self, other: _Float) -> _Float:
         return self._new(self.lanes.b.fadd(self.value, other.value))
@@ -32,68 +27,6 @@ class _Float:
 
     def __mul__(self, other: _Float) -> _Float:
         return self._new(self.lanes.b.fmul(self.value, other.value))
-
-    def _compare(self, operator: str, other: _Float) -> _Mask:
-        return _Mask(self.lanes, self.lanes.b.fcmp_ordered(operator, self.value, other.value))
-
-    def __gt__(self, other: _Float) -> _Mask:
-        return self._compare(">", other)
-
-    def __lt__(self, other: _Float) -> _Mask:
-        return self._compare("<", other)
-
-    def __le__(self, other: _Float) -> _Mask:
-        return self._compare("<=", other)
-
-
-class _Uint:
-    """A uint32 vector being written down."""
-
-    def __init__(self, lanes: RegisterLanes, value: ir.Value) -> None:
-        self.lanes, self.value = lanes, value
-
-    def _new(self, value: ir.Value) -> _Uint:
-        return _Uint(self.lanes, value)
-
-    def __add__(self, other: _Uint) -> _Uint:
-        return self._new(self.lanes.b.add(self.value, other.value))
-
-    def __sub__(self, other: _Uint) -> _Uint:
-        return self._new(self.lanes.b.sub(self.value, other.value))
-
-    def __and__(self, other: _Uint) -> _Uint:
-        return self._new(self.lanes.b.and_(self.value, other.value))
-
-    def __or__(self, other: _Uint) -> _Uint:
-        return self._new(self.lanes.b.or_(self.value, other.value))
-
-    def __xor__(self, other: _Uint) -> _Uint:
-        return self._new(self.lanes.b.xor(self.value, other.value))
-
-    def __lshift__(self, other: _Uint) -> _Uint:
-        return self._new(self.lanes.b.shl(self.value, other.value))
-
-    def __rshift__(self, other: _Uint) -> _Uint:
-        return self._new(self.lanes.b.lshr(self.value, other.value))
-
-    def __ge__(self, other: _Uint) -> _Mask:
-        return _Mask(self.lanes, self.lanes.b.icmp_unsigned(">=", self.value, other.value))
-
-
-class _Mask:
-    """A vector of conditions being written down."""
-
-    def __init__(self, lanes: RegisterLanes, value: ir.Value) -> None:
-        self.lanes, self.value = lanes, value
-
-    def __and__(self, other: _Mask) -> _Mask:
-        return _Mask(self.lanes, self.lanes.b.and_(self.value, other.value))
-
-    def __xor__(self, other: _Mask) -> _Mask:
-        return _Mask(self.lanes, self.lanes.b.xor(self.value, other.value))
-
-    def __invert__(self) -> _Mask:
-        return _Mask(self.lanes, self.lanes.b.not_(self.value))
 
 
 class _Index:
@@ -153,14 +86,14 @@ class RegisterLanes:
 
     def u(self, value: int) -> Vector:
         """Unsigned constant in every lane."""
-        return _Uint(self, ir.Constant(self.uint_type, [value] * self.n))
+        return WrittenUint(self, ir.Constant(self.uint_type, [value] * self.n))
 
     def load(self, array: ir.Value, index: Index) -> Vector:
         """Lanes from consecutive elements."""
         is_float = array.type.pointee == _F32
         pointer = self._address(array, index, self.float_type if is_float else self.uint_type)
         value = self.b.load(pointer, align=4)
-        return _Float(self, value) if is_float else _Uint(self, value)
+        return _Float(self, value) if is_float else WrittenUint(self, value)
 
     def store(self, array: ir.Value, index: Index, value: Vector) -> None:
         """Lanes to consecutive elements."""
@@ -170,7 +103,7 @@ class RegisterLanes:
         """One element in every lane."""
         scalar = self.b.load(self._address(array, index, array.type.pointee), align=4)
         value = self._broadcast(scalar)
-        return _Float(self, value) if scalar.type == _F32 else _Uint(self, value)
+        return _Float(self, value) if scalar.type == _F32 else WrittenUint(self, value)
 
     def index(self, array: ir.Value, i: Index) -> Index:
         """An element of an array of indices."""
@@ -222,7 +155,7 @@ class RegisterLanes:
         """Lanes ``lane ..`` of a page row of 32, 16 or 8 bits a lane, zero-extended."""
         pointer, _ = self._row_address(words, word, lane, width)
         value = self.b.load(pointer, align=width // 8)
-        return _Uint(self, value if width == 32 else self.b.zext(value, self.uint_type))
+        return WrittenUint(self, value if width == 32 else self.b.zext(value, self.uint_type))
 
     def store_lanes(
         self, words: ir.Value, word: Index, lane: Index, width: int, value: Vector
@@ -244,7 +177,7 @@ class RegisterLanes:
 
     def as_uint(self, value: Vector) -> Vector:
         """Bits of a float."""
-        return _Uint(self, self.b.bitcast(value.value, self.uint_type))
+        return WrittenUint(self, self.b.bitcast(value.value, self.uint_type))
 
     def as_float(self, value: Vector) -> Vector:
         """Float of its bits."""
