@@ -14,7 +14,8 @@ from polarquant_nb.calibration import given_calibration
 from polarquant_nb.layer_bits import LayerNeeds
 
 PAIR = pq.preset("balanced", 64)
-NEEDS = LayerNeeds(2, 64, 64, 0.02, 0.005)
+ERROR = 0.02
+NEEDS = LayerNeeds(2, 64, 64, ((ERROR, 4e-4),), ((ERROR, 1e-4),))
 
 
 def scales(seed=0, heads=2, head_dim=64):
@@ -22,7 +23,7 @@ def scales(seed=0, heads=2, head_dim=64):
 
 
 def layer(seed=0, factor=1.0, **options):
-    needs = replace(NEEDS, key_sensitivity=factor * NEEDS.key_sensitivity)
+    needs = replace(NEEDS, key_kl=((ERROR, factor * 4e-4),))
     return pq.LayerCalibration(PAIR, pq.Preconditioner(scales(seed)), needs, **options)
 
 
@@ -63,7 +64,7 @@ def test_a_calibration_is_a_sequence_of_layers(calibration):
     assert list(calibration)[4] is calibration[-1]
     assert calibration.bits_per_value == pytest.approx(PAIR.bits_per_value)
     key, value = PAIR.keys.relative_error, PAIR.values.relative_error
-    assert calibration.expected_kl == pytest.approx(0.02 * 103 * key + 0.005 * 4 * value)
+    assert calibration.expected_kl == pytest.approx((4e-4 * 103 * key + 1e-4 * 4 * value) / ERROR)
     assert "5 layers of a model, 4.033 bits per value, measured on a text" in repr(calibration)
 
 
@@ -167,7 +168,8 @@ def _set(value, *keys):
         (_set([1.0], "layers", 0, "scales", 1), "inhomogeneous"),
         (_set("1", "layers", 0, "scales"), "scales"),
         (_set(3, "layers", 0, "needs", "num_kv_heads"), "preconditioner has shape"),
-        (_set(-1.0, "layers", 0, "needs", "key_sensitivity"), "key_sensitivity is -1"),
+        (_set([[0.02, -1.0]], "layers", 0, "needs", "key_kl"), "key_kl is"),
+        (_set(0.02, "layers", 0, "needs", "value_kl"), "not iterable"),
         (_set(2.5, "layers", 0, "needs", "num_kv_heads"), "num_kv_heads is 2.5"),
         (_set([1e3], "layers", 3, "bias", "vectors"), "vectors"),
     ],

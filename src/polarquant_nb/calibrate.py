@@ -15,13 +15,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import isfinite
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from polarquant_nb.calibration import Calibration, LayerCalibration
 from polarquant_nb.formats import FormatPair, PolarFormat
-from polarquant_nb.layer_bits import LayerNeeds, chain
+from polarquant_nb.layer_bits import LayerNeeds, allot, chain, expected_kl
 from polarquant_nb.models import (
     LoadedModel,
     announce_loading,
@@ -37,8 +37,9 @@ from polarquant_nb.threads import get_num_threads, set_num_threads
 
 __all__ = ["CalibrateError", "Settings", "run"]
 
-# Each side is measured at one format of the chain, in the middle of what it is given later: b₁, b₂.
-_MEASURED = {"key": (4, 3), "value": (4, 2)}
+# Relative errors of the formats that are measured: in the middle of what layers are given, and
+# at the coarse end, where KL grows faster than the error.
+_ERRORS = (0.02, 0.27)
 
 _DIGITS = 4  # of scales in files: their own uncertainty is far larger
 
@@ -157,7 +158,7 @@ def run(
     }
     known = _read_partial(partial, identity)
     try:
-        measured = _measure(loaded.model, windows, chosen, known, partial, identity)
+        measured = _measure(loaded.model, windows, chosen, bits, known, partial, identity)
         calibration = Calibration(
             layers=measured,
             bits=bits,
@@ -196,11 +197,12 @@ def _measure(
     model: Any,
     windows: Sequence[Sequence[int]],
     settings: Settings,
+    bits: float,
     known: dict[str, Any],
     partial: str,
     identity: Mapping[str, Any],
 ) -> tuple[LayerCalibration | None, ...]:
-    """Scales and sensitivities of each layer; formats are those that were measured."""
+    """Scales and KL of each layer; the formats are the smallest ones."""
     from tqdm.auto import tqdm
     from transformers import DynamicCache
 
@@ -216,77 +218,79 @@ def _measure(
         known["moments"] = {str(i): _moments_record(one) for i, one in found.items()}
         save()
     moments = {int(i): _read_moments(record) for i, record in known["moments"].items()}
+    # a budget that is too small is refused before hours of measuring
+    allot([_needs(one, [(1.0, 1.0)], [(1.0, 1.0)]) for one in moments.values()], bits)
     preconditioners = _preconditioners(moments, biases, settings.alpha)
-    choices = [
-        Coded(i, side, fmt, preconditioners[i] if side == "keys" else None)
-        for i, one in moments.items()
-        for side, fmt in _measured_formats(one, settings.seed)
-    ]
-    rows: list[list[Any]] = known.setdefault("rows", [])  # window, layer, side, KL
-    total = len(windows) * len(choices)
-    with tqdm(total=total, initial=len(rows), desc="layers", unit="measurement") as bar:
+    choices = _choices(moments, preconditioners, settings.seed)
+    measured: list[list[float]] = known.setdefault("kl", [])  # of each window, each choice
+    bar = tqdm(
+        total=len(windows) * len(choices),
+        initial=sum(map(len, measured)),
+        desc="layers",
+        unit="measurement",
+    )
+    with bar:
         for window, ids in enumerate(windows):
-            there = {(layer, side) for at, layer, side, _ in rows if at == window}
-            wanted = [c for c in choices if (c.layer, c.side) not in there]
-            if not wanted:
+            if window == len(measured):
+                measured.append([])
+            there = measured[window]
+            if len(there) == len(choices):
                 continue
-            exact_ends = {"sink": settings.sink, "recent": settings.recent}
-            for choice, kl in measure_kl(model, ids, settings.tokens, wanted, **exact_ends):
+            for choice, kl in measure_kl(
+                model,
+                ids,
+                settings.tokens,
+                choices[len(there) :],
+                sink=settings.sink,
+                recent=settings.recent,
+            ):
                 if not isfinite(kl):
                     raise ValueError(
                         f"the KL with {choice.side} of layer {choice.layer} coded is {kl}: what "
                         "the model says is not finite"
                     )
-                rows.append([window, choice.layer, choice.side, kl])
+                there.append(kl)
                 save()
                 bar.update()
-    count = len(DynamicCache(config=model.config).layers)
-    return _layers(count, moments, preconditioners, rows, settings.seed)
-
-
-def _layers(
-    count: int,
-    moments: Mapping[int, Moments],
-    preconditioners: Mapping[int, Preconditioner | None],
-    rows: Sequence[Sequence[Any]],
-    seed: int,
-) -> tuple[LayerCalibration | None, ...]:
-    """What the measurements say of each layer."""
-    layers: list[LayerCalibration | None] = [None] * count
+    # rounding errors of the model can make a KL of nothing negative
+    means = np.maximum(np.mean(measured, 0), 0.0).tolist()
+    layers: list[LayerCalibration | None] = [None] * len(DynamicCache(config=model.config).layers)
     for i, one in moments.items():
-        formats = dict(_measured_formats(one, seed))
-        kl = {
-            side: float(np.mean([row[3] for row in rows if row[1:3] == [i, side]]))
-            for side in formats
-        }
-        needs = LayerNeeds(
-            num_kv_heads=len(one.q_squared),
-            head_dim=one.q_squared.shape[1],
-            value_head_dim=one.value_head_dim,
-            # rounding errors of the model can make a KL of nothing negative
-            key_sensitivity=max(kl["keys"], 0.0) / formats["keys"].relative_error,
-            value_sensitivity=max(kl["values"], 0.0) / formats["values"].relative_error,
-        )
-        pair = FormatPair(*(replace(formats[side], seed=0) for side in ("keys", "values")))
+        points: dict[str, list[tuple[float, float]]] = {"keys": [], "values": []}
+        for choice, kl in zip(choices, means, strict=True):
+            if choice.layer == i:
+                points[choice.side].append((choice.fmt.relative_error, float(f"{kl:.4g}")))
+        needs = _needs(one, points["keys"], points["values"])
+        pair = FormatPair(chain(needs.head_dim, "key")[0], chain(needs.value_head_dim, "value")[0])
         layers[i] = LayerCalibration(pair, preconditioners[i], needs)
     return tuple(layers)
 
 
-def _measured_formats(
-    moments: Moments, seed: int
-) -> list[tuple[Literal["keys", "values"], PolarFormat]]:
-    """The formats of keys and of values at which a layer is measured."""
+def _needs(
+    moments: Moments, key_kl: list[tuple[float, float]], value_kl: list[tuple[float, float]]
+) -> LayerNeeds:
+    heads, head_dim = moments.q_squared.shape
+    points = (tuple(sorted(key_kl)), tuple(sorted(value_kl)))
+    return LayerNeeds(heads, head_dim, moments.value_head_dim, *points)
 
-    def nearest(head_dim: int, role: Literal["key", "value"]) -> PolarFormat:
-        wanted = _MEASURED[role]
-        found = [f for f in chain(head_dim, role) if (*f.level_bits, 0)[:2] == wanted]
-        # where padding makes the one in the middle useless, another one will do
-        return replace((found or chain(head_dim, role)[2:])[0], seed=seed)
 
-    return [
-        ("keys", nearest(moments.q_squared.shape[1], "key")),
-        ("values", nearest(moments.value_head_dim, "value")),
-    ]
+def _choices(
+    moments: Mapping[int, Moments], preconditioners: Mapping[int, Preconditioner | None], seed: int
+) -> list[Coded]:
+    """What is coded, one after another."""
+
+    def measured(formats: Sequence[PolarFormat]) -> list[PolarFormat]:
+        errors = np.log([fmt.relative_error for fmt in formats])
+        nearest = {int(np.abs(errors - np.log(error)).argmin()) for error in _ERRORS}
+        return [replace(formats[i], seed=seed) for i in sorted(nearest)]
+
+    choices = []
+    for i, one in moments.items():
+        for fmt in measured(chain(one.q_squared.shape[1], "key")):
+            choices.append(Coded(i, "keys", fmt, preconditioners[i]))
+        for fmt in measured(chain(one.value_head_dim, "value")):
+            choices.append(Coded(i, "values", fmt))
+    return choices
 
 
 def _preconditioners(
@@ -326,7 +330,7 @@ def _read_partial(path: str | os.PathLike[str], identity: Mapping[str, Any]) -> 
     try:
         record = json_module.loads(raw)
         same = all(record[name] == value for name, value in identity.items())
-        known = {name: record[name] for name in ("moments", "rows") if name in record}
+        known = {name: record[name] for name in ("moments", "kl") if name in record}
     except (ValueError, KeyError, TypeError) as error:
         raise CalibrateError(f"{path} is damaged: remove it to start anew") from error
     if not same:
@@ -345,8 +349,8 @@ def _table(calibration: Calibration) -> str:
             lines.append(f"{i:5}  exact")
             continue
         pair, needs = layer.formats, layer.needs
-        key_kl = needs.key_sensitivity * pair.keys.relative_error
-        value_kl = needs.value_sensitivity * pair.values.relative_error
+        key_kl = expected_kl(needs.key_kl, pair.keys.relative_error)
+        value_kl = expected_kl(needs.value_kl, pair.values.relative_error)
         lines.append(
             f"{i:5}  {pair.keys.bits_per_value:.2f} bits   {pair.values.bits_per_value:.2f} bits   "
             f"{key_kl:10.6f}  {value_kl:9.6f}"

@@ -154,11 +154,7 @@ class Calibration:
     @property
     def expected_kl(self) -> float:
         """KL (nats) that the measurements predict for all errors together."""
-        return sum(
-            layer.needs.key_sensitivity * layer.formats.keys.relative_error
-            + layer.needs.value_sensitivity * layer.formats.values.relative_error
-            for layer in self._compressed
-        )
+        return sum(layer.needs.expected_kl(layer.formats) for layer in self._compressed)
 
     def with_bits(self, bits: float) -> Calibration:
         """The same measurements for another budget.

@@ -1,9 +1,9 @@
 """Which layer gets how many bits: the least expected divergence that a budget allows.
 
 Layers differ fifty-fold in how much their errors change what a model says next, and so do keys
-from values.  The divergence (KL) adds up over layers, keys and values, and is nearly proportional
-to the relative error of each; so measuring each once, at one format, tells what every format would
-do, and the best choice for a budget can be worked out.
+from values.  The divergence (KL) adds up over layers, keys and values, and where errors are small
+each is nearly proportional to its relative error; so measuring each at one or two formats tells
+what every format would do, and the best choice for a budget can be worked out.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ import numpy as np
 
 from polarquant_nb.formats import FormatPair, PolarFormat, full_depth, integer
 
-__all__ = ["LayerNeeds", "allot", "chain"]
+__all__ = ["LayerNeeds", "allot", "chain", "expected_kl"]
 
 _CHAIN = ((2, 1), (3, 1), (3, 2), (4, 2), (4, 3), (5, 3), (5, 4), (6, 4), (6, 5))
 """b₁ and b₂.  At head_dim 64 and 128, where padding is small, each costs half a bit more than the
 one before (the last one .6), and none in between is better: few formats, few kernels to compile."""
+
+
+_LEAST_KL = 1e-12
 
 
 @dataclass(frozen=True)
@@ -35,33 +38,83 @@ class LayerNeeds:
         Kv heads.
     head_dim, value_head_dim : int
         Coordinates of keys and of values.
-    key_sensitivity, value_sensitivity : float
-        KL (nats) per unit of relative error, :attr:`PolarFormat.relative_error`.
+    key_kl, value_kl : tuple of (float, float)
+        Relative errors of formats (:attr:`PolarFormat.relative_error`), in ascending order, and the
+        KL (nats) measured with keys, or values, in this format and all else exact.
 
     Raises
     ------
     TypeError
-        If a size is no int, or a sensitivity no number.
+        If a size is no int.
     ValueError
-        If there is no kv head, or a sensitivity is negative or not finite.
+        If a size is not positive, or a number is missing, negative, not finite or out of order.
     """
 
     num_kv_heads: int
     head_dim: int
     value_head_dim: int
-    key_sensitivity: float
-    value_sensitivity: float
+    key_kl: tuple[tuple[float, float], ...]
+    value_kl: tuple[tuple[float, float], ...]
 
     def __post_init__(self) -> None:
         for name in ("num_kv_heads", "head_dim", "value_head_dim"):
             if integer(name, getattr(self, name)) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("key_sensitivity", "value_sensitivity"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise TypeError(f"{name} is {value!r}; it must be a number")
-            if not 0 <= value < inf:
-                raise ValueError(f"{name} is {value}; it must be at least 0 and finite")
+        for name in ("key_kl", "value_kl"):
+            points = tuple((float(error), float(kl)) for error, kl in getattr(self, name))
+            errors = [error for error, _ in points]
+            if not (
+                points
+                and all(0 < error < inf and 0 <= kl < inf for error, kl in points)
+                and errors == sorted(set(errors))
+            ):
+                raise ValueError(
+                    f"{name} is {points}; it must hold relative errors, above 0 and ascending, "
+                    "each with a KL that is not negative"
+                )
+            object.__setattr__(self, name, points)
+
+    def expected_kl(self, formats: FormatPair) -> float:
+        """What errors of keys and of values are expected to change, together.
+
+        Parameters
+        ----------
+        formats : FormatPair
+            Of this layer.
+
+        Returns
+        -------
+        float
+            KL, nats; see :func:`expected_kl`.
+        """
+        keys, values = formats.keys.relative_error, formats.values.relative_error
+        return expected_kl(self.key_kl, keys) + expected_kl(self.value_kl, values)
+
+
+def expected_kl(measured: Sequence[tuple[float, float]], relative_error: float) -> float:
+    """KL at an error that was not measured.
+
+    Between errors that were, it follows a power law through the two; beyond, it is proportional
+    to the error.
+
+    Parameters
+    ----------
+    measured : sequence of (float, float)
+        See :class:`LayerNeeds`.
+    relative_error : float
+        Of a format.
+
+    Returns
+    -------
+    float
+        KL, nats.
+    """
+    errors = [error for error, _ in measured]
+    nearest = min(max(relative_error, errors[0]), errors[-1])
+    # a side that changes nothing at all has no logarithm
+    logs = np.log([max(kl, _LEAST_KL) for _, kl in measured])
+    kl = float(np.exp(np.interp(np.log(nearest), np.log(errors), logs)))
+    return kl * relative_error / nearest
 
 
 @cache
@@ -119,13 +172,13 @@ def allot(layers: Sequence[LayerNeeds], bits_per_value: float) -> list[FormatPai
         side
         for layer in layers
         for side in (
-            (chain(layer.head_dim, "key"), layer.num_kv_heads, layer.key_sensitivity),
-            (chain(layer.value_head_dim, "value"), layer.num_kv_heads, layer.value_sensitivity),
+            (chain(layer.head_dim, "key"), layer.num_kv_heads, layer.key_kl),
+            (chain(layer.value_head_dim, "value"), layer.num_kv_heads, layer.value_kl),
         )
     ]
     options = [
-        [(heads * fmt.page_nbytes, sensitivity * fmt.relative_error) for fmt in formats]
-        for formats, heads, sensitivity in sides
+        [(heads * fmt.page_nbytes, expected_kl(kl, fmt.relative_error)) for fmt in formats]
+        for formats, heads, kl in sides
     ]
     # A page holds 128 tokens: head_dim · 128 numbers, so head_dim · 16 bytes for each bit of them.
     bytes_per_bit = 16 * sum(n.num_kv_heads * (n.head_dim + n.value_head_dim) for n in layers)
