@@ -1,7 +1,7 @@
-"""The calibration that comes with the package, made anew: ``python benchmarks/bundled_calibration.py``.
+"""Make the bundled calibration anew: ``python benchmarks/bundled_calibration.py``.
 
-It is measured on the topics of Python's own manual, which every Python has: a text of another kind than
-the addresses that ``benchmarks/calibration.py`` scores it on.
+It is measured on the topics of Python's own manual, which every Python has: a text of another kind
+than the addresses that ``benchmarks/calibration.py`` scores it on.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What scales, bits of each layer, and both do at equal bits: ``python benchmarks/calibration.py``.
 
-The bundled calibration, measured on Python's manual, is scored on presidential addresses, beside the
-presets.  Takes about a quarter of an hour on one core.
+The bundled calibration, measured on Python's manual, is scored on presidential addresses, beside
+the presets.  Takes about a quarter of an hour on one core.
 """
 
 from __future__ import annotations
