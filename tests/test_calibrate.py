@@ -385,3 +385,34 @@ def test_generate_with_a_calibration(directory, calibration, capsys):
     assert "generate: --calibration: " in refused(capsys, *argv, "missing.json")
     pq.Calibration((calibration[0],), 4, "other", "none", {}).save("other.json")
     assert "for a model of 1 layers, other" in refused(capsys, *argv, "other.json")
+
+
+# ---- benchmarks ----------------------------------------------------------------------------------
+
+
+def test_the_bundled_calibration_can_be_made_anew(directory):
+    bundled = pytest.importorskip("bundled_calibration")
+    bundled.main(["--out", "made.json", "--tokens", "196", "--score-tokens", "10"])
+    made = pq.Calibration.load("made.json")
+    assert made.model == "SmolLM2-135M-Instruct"
+    assert re.fullmatch(r"pydoc_data.topics of Python 3\.\d+\.\w+", made.text)
+    assert made.bits == 4.05
+
+
+def test_the_benchmark_of_calibrations(directory, calibration, capsys):
+    benchmark = pytest.importorskip("calibration")
+    calibration.save("own.json")
+    benchmark.main(
+        ["--calibration", "own.json", "--text", "text.txt", *MEASURED, "--json", "a.json"]
+    )
+    rows = json.loads((directory / "a.json").read_text(encoding="utf-8"))["summary"]
+    assert len(rows) == 1 + 4 * 4
+    assert [row["contender"] for row in rows[5:9]] == [
+        "compact", "compact, scales", "3.29 bits by layer", "3.29 bits by layer, scales",
+    ]  # fmt: skip
+    kl = [row["kl"] for row in rows]
+    assert kl[0] == 0 < min(kl[1:])
+    assert len(set(kl)) == 17
+    assert "calibrated on none; scored on file text.txt, 20 tokens in 2 windows" in (
+        capsys.readouterr().out
+    )

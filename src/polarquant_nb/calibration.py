@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
@@ -56,15 +56,14 @@ class LayerCalibration:
     needs: LayerNeeds
 
     def __post_init__(self) -> None:
-        expected = {
-            "formats": FormatPair,
-            "preconditioner": Preconditioner | None,
-            "needs": LayerNeeds,
-        }
-        for name, kind in expected.items():
+        for name, kind in (
+            ("formats", FormatPair),
+            ("preconditioner", Preconditioner),
+            ("needs", LayerNeeds),
+        ):
             value = getattr(self, name)
-            if not isinstance(value, kind):
-                raise TypeError(f"{name} is {value!r}; it must be a {kind}")
+            if not isinstance(value, kind) and (value is not None or name != "preconditioner"):
+                raise TypeError(f"{name} is {value!r}; it must be a {kind.__name__}")
         widths = self.formats.keys.head_dim, self.formats.values.head_dim
         if widths != (self.needs.head_dim, self.needs.value_head_dim):
             raise ValueError(
@@ -340,13 +339,14 @@ def _layer_record(layer: LayerCalibration | None) -> dict[str, Any] | None:
 def _read_layer(record: Mapping[str, Any] | None) -> LayerCalibration | None:
     if record is None:
         return None
-    array: Callable[[Any], Any] = lambda rows: np.asarray(rows, np.float32)  # noqa: E731
-    scales, bias = record["scales"], record["bias"]
+    scales, bias, preconditioner = record["scales"], record["bias"], None
+    if scales is not None:
+        scales = np.asarray(scales, np.float32)
     if bias is not None:
-        bias = RotaryBias(array(bias["vectors"]), np.asarray(bias["inv_freq"]), bias["interleaved"])
-    preconditioner = None
+        vectors, inv_freq = np.asarray(bias["vectors"], np.float32), np.asarray(bias["inv_freq"])
+        bias = RotaryBias(vectors, inv_freq, bias["interleaved"])
     if scales is not None or bias is not None:
-        preconditioner = Preconditioner(None if scales is None else array(scales), bias)
+        preconditioner = Preconditioner(scales, bias)
     formats = FormatPair(PolarFormat(**record["keys"]), PolarFormat(**record["values"]))
     return LayerCalibration(formats, preconditioner, LayerNeeds(**record["needs"]))
 

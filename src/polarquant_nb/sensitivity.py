@@ -140,10 +140,10 @@ def measure_moments(
                 keys = keys - bias.at(sink, keys.shape[-2])
             k_sums[i] = k_sums.get(i, 0) + page_variance(keys)
             widths[i] = cache.layers[i].values.shape[-1]
-    if not q_sums:
+    if not q_sums.keys() >= k_sums.keys():
         raise ValueError(
-            "no attention was seen: the model does not look it up in transformers' "
-            "AttentionInterface"
+            "queries of some layers were not seen: the model does not look its attention up in "
+            "transformers' AttentionInterface"
         )
     count = len(windows)
     return {i: Moments(q_sums[i] / (count * tokens), k_sums[i] / count, widths[i]) for i in k_sums}
