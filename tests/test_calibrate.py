@@ -156,7 +156,7 @@ def test_scales_can_be_left_out(directory):
 
 
 def test_layers_that_are_not_of_full_attention_stay_exact(use_model):
-    model = tiny("gemma2")
+    model = tiny("gemma3")
     use_model(model)
     assert main([*ARGUMENTS, "--bits", "4"]) == 0
     calibration = pq.Calibration.load("out.json")
@@ -312,7 +312,7 @@ def test_a_calibration_of_another_model_is_refused(model, calibration):
     ):
         with pytest.raises(ValueError, match=message):
             pq.hf.PolarCache(model.config, pq.Calibration(other, 4, "tiny", "none", {}))
-    gemma = tiny("gemma2")
+    gemma = tiny("gemma3")
     other = pq.Calibration((of_shape(2, 32),) * 3, 4, "tiny", "none", {})
     with pytest.raises(ValueError, match="layer 0, which here is a DynamicSlidingWindowLayer"):
         pq.hf.PolarCache(gemma.config, other)
