@@ -134,7 +134,7 @@ class PolarPages:
 
     @cached_property
     def device_rows(self) -> Any:
-        """Pages on a GPU as kernels take them; see :class:`~polarquant_nb.gpu_codec.DeviceRows`."""
+        """Pages on a GPU as kernels take them; see ``gpu_codec.DeviceRows``."""
         from polarquant_nb.gpu_codec import device_rows
 
         return device_rows(self)

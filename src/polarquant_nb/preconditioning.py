@@ -374,7 +374,7 @@ class Preconditioner:
         Parameters
         ----------
         elements : ndarray, shape ``(..., num_kv_heads, seq_len, head_dim)``
-            From :func:`~polarquant_nb.arrays.open_elements`.
+            From ``arrays.open_elements``.
         kind : ArrayKind
             What they are.
         first_position : int
@@ -486,7 +486,7 @@ def key_scales(
     q_squared : array_like of float, shape ``(..., num_kv_heads, head_dim)``
         Mean squares of queries, over tokens and the heads that share a kv head.
     k_variance : array_like of float, of the same shape
-        Mean squares of keys around their page's mean; see :func:`page_variance`.
+        Mean squares of keys around their page's mean; see ``preconditioning.page_variance``.
     alpha : float
         0 for no scales, to 1, which minimises the expected error if queries and keys stay as they
         were measured.  On synthetic keys of d = 256 that vary most where queries are small, 0.5,
