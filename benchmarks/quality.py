@@ -22,7 +22,14 @@ import peers
 import torch
 
 import polarquant_nb as pq
-from polarquant_nb.eval_command import Settings, Task, measure, preset_contenders, report
+from polarquant_nb.eval_command import (
+    Settings,
+    Task,
+    calibration_contenders,
+    measure,
+    preset_contenders,
+    report,
+)
 from polarquant_nb.eval_output import draw_quality, format_result
 from polarquant_nb.needle import Answer
 from polarquant_nb.outputs import check_writable, write_json
@@ -43,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--needles", type=int, default=3, help="for each length and depth; 0: none")
     add("--seed", type=int, default=default.seed)
     add("--threads", type=int, default=1)
+    add("--calibration", action="append", default=[], metavar="FILE", help="may be repeated")
+    add("--bits", type=float, action="append", default=[], metavar="B", help="of calibrations")
     add("--only", action="append", metavar="NAME", help="a contender; may be repeated")
     add("--model", metavar="PATH")
     add("--text", metavar="FILE")
@@ -60,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         seed=options.seed,
     )
     ours = preset_contenders(pq.presets(), settings)
+    ours += calibration_contenders(options.calibration, options.bits, settings)
     others, missing = peers.contenders(settings.sink, settings.recent)
     contenders = [one for one in ours + others if not options.only or one.name in options.only]
     unknown = set(options.only or ()) - {one.name for one in contenders}

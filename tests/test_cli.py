@@ -106,7 +106,7 @@ def test_version_and_help(capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "required: {bench,demo,eval,generate,info}"),
+        ([], "required: {bench,calibrate,demo,eval,generate,info}"),
         (["demonstrate"], "demonstrate"),
         (["demo", "--preset", "best"], "'best'.*paper.*tiny.*compact.*balanced.*accurate"),
         (["demo", "--tokens", "127"], "127 is not in 128..8192"),

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from polarquant_nb.attend import attention
     from polarquant_nb.budgets import preset, presets
     from polarquant_nb.cache import KVCache
+    from polarquant_nb.calibration import Calibration, LayerCalibration
     from polarquant_nb.codebooks import Codebooks
     from polarquant_nb.codec import decode, encode
     from polarquant_nb.formats import FormatPair, PolarFormat
@@ -23,9 +24,11 @@ if TYPE_CHECKING:
     from polarquant_nb.warming import warmup
 
 __all__ = [
+    "Calibration",
     "Codebooks",
     "FormatPair",
     "KVCache",
+    "LayerCalibration",
     "OnlinePreconditioner",
     "PolarFormat",
     "PolarPages",
@@ -47,9 +50,11 @@ __all__ = [
 ]
 
 _HOME = {
+    "Calibration": "calibration",
     "Codebooks": "codebooks",
     "FormatPair": "formats",
     "KVCache": "cache",
+    "LayerCalibration": "calibration",
     "OnlinePreconditioner": "online",
     "PolarFormat": "formats",
     "PolarPages": "pages",

@@ -19,7 +19,7 @@ from polarquant_nb.contenders import fresh
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Recording", "record_attention"]
+__all__ = ["Recording", "record_attention", "watch_attention"]
 
 
 @dataclass(frozen=True)
@@ -91,17 +91,47 @@ def record_attention(model: Any) -> Iterator[Recording]:
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        A causal language model that finds its attention by transformers' AttentionInterface, as all
-        newer ones do.  It computes what it would anyway.
+        See :func:`watch_attention`.
 
     Yields
     ------
     Recording
         Filled by whatever the model reads against a cache until the end of the block.
     """
+    recording = Recording()
+
+    def note(
+        module: Any, query: Any, key: Any, value: Any, output: Any, again: Callable[..., Any]
+    ) -> None:
+        q_len = query.shape[-2]
+        key, value = (x[..., -q_len:, :].clone() for x in (key, value))  # its own tokens'
+        recording.calls.append(_Call(module.layer_idx, key, value, output, again))
+
+    with watch_attention(model, note):
+        yield recording
+
+
+@contextmanager
+def watch_attention(model: Any, watch: Callable[..., None]) -> Iterator[None]:
+    """Have a function called after each of a model's attentions meanwhile.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        A causal language model that finds its attention by transformers' AttentionInterface, as all
+        newer ones do.  It computes what it would anyway.
+    watch : callable
+        Takes the attention module; its queries, keys and values after the positional encoding,
+        ``(batch, heads, n, head_dim)``; its output; and a function that attends with the same
+        queries to other keys and values.
+
+    Yields
+    ------
+    None
+        Until the end of the block.
+    """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    recording = Recording()
     modules = {id(module) for module in model.modules()}
     implementation = model.config._attn_implementation
     known = ALL_ATTENTION_FUNCTIONS.get(implementation)
@@ -113,7 +143,6 @@ def record_attention(model: Any) -> Iterator[Recording]:
         function = known or vars(sys.modules[type(module).__module__])["eager_attention_forward"]
         answer = function(module, query, key, value, mask, *args, **options)
         if id(module) in modules:
-            q_len = query.shape[-2]
 
             def again(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
                 output: torch.Tensor = function(
@@ -121,13 +150,12 @@ def record_attention(model: Any) -> Iterator[Recording]:
                 )[0]
                 return output
 
-            key, value = (x[..., -q_len:, :].clone() for x in (key, value))  # its own tokens'
-            recording.calls.append(_Call(module.layer_idx, key, value, answer[0], again))
+            watch(module, query, key, value, answer[0], again)
         return answer
 
     ALL_ATTENTION_FUNCTIONS[implementation] = attend  # over the table's own, not instead of it
     try:
-        yield recording
+        yield
     finally:
         ALL_ATTENTION_FUNCTIONS.pop(implementation)
         if known and ALL_ATTENTION_FUNCTIONS[implementation] is not known:

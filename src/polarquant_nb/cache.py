@@ -12,6 +12,7 @@ from polarquant_nb import cache_attention, cache_files
 from polarquant_nb.arrays import ArrayKind, open_elements, open_integers
 from polarquant_nb.budgets import format_pair
 from polarquant_nb.cache_state import CacheState, Settings
+from polarquant_nb.calibration import LayerCalibration
 from polarquant_nb.codebooks import Codebooks
 from polarquant_nb.formats import FormatPair, PolarFormat, integer
 from polarquant_nb.online import OnlinePreconditioner
@@ -43,8 +44,9 @@ class KVCache:
 
     Parameters
     ----------
-    key_format : str, FormatPair or PolarFormat
-        The name of a preset, with ``head_dim``; a pair of formats; or the format of the keys.
+    key_format : str, FormatPair, PolarFormat or LayerCalibration
+        The name of a preset, with ``head_dim``; a pair of formats; the format of the keys; or what
+        a :class:`Calibration` has for the layer, ``calibration[i]``, which has a preconditioner.
     value_format : PolarFormat, optional
         The format of the values, where ``key_format`` is a PolarFormat; by default the same.
     head_dim, value_head_dim : int, optional
@@ -87,7 +89,7 @@ class KVCache:
 
     def __init__(
         self,
-        key_format: str | FormatPair | PolarFormat,
+        key_format: str | FormatPair | PolarFormat | LayerCalibration,
         value_format: PolarFormat | None = None,
         *,
         head_dim: int | None = None,
@@ -99,6 +101,11 @@ class KVCache:
         value_codebooks: Codebooks | None = None,
         preconditioner: Preconditioner | OnlinePreconditioner | None = None,
     ) -> None:
+        if isinstance(key_format, LayerCalibration):
+            if preconditioner is not None:
+                raise TypeError("preconditioner is given; a calibration has its own")
+            preconditioner = key_format.preconditioner
+            key_format = key_format.formats
         formats = format_pair(
             key_format, value_format, head_dim=head_dim, value_head_dim=value_head_dim
         )

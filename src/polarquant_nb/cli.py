@@ -1,4 +1,4 @@
-"""The command ``polarquant-nb``: ``generate``, ``demo``, ``eval`` for quality, ``bench``, ``info``.
+"""The command ``polarquant-nb``; ``generate`` uses a cache, the others measure.
 
 Bad input ends in one line on standard error and exit status 2.
 """
@@ -47,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = _parser().parse_args(argv)
         commands = {
             "bench": _bench,
+            "calibrate": _calibrate,
             "demo": _demo,
             "eval": _eval,
             "generate": _generate,
@@ -67,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="polarquant-nb", description="KV caches that stay compressed.")
     parser.add_argument("--version", action="version", version=f"polarquant-nb {__version__}")
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="{bench,demo,eval,generate,info}"
+        dest="command", required=True, metavar="{bench,calibrate,demo,eval,generate,info}"
     )
     commands.add_parser("info", help="versions, CPU, GPU and choices, for bug reports")
     # What is not given is left to the defaults of what is run.
@@ -91,6 +92,15 @@ def _parser() -> argparse.ArgumentParser:
         **style,
     )
     _add_eval_arguments(evaluation)
+    calibration = commands.add_parser(
+        "calibrate",
+        help="measure a model's layers, and give each its key scales and bits",
+        description="Measure a model on a text: key scales, and how much errors of each layer's "
+        "keys and values change what it says next.  From these follow the formats of all layers "
+        "for a budget of bits.  Interrupted, it goes on where it stopped.",
+        **style,
+    )
+    _add_calibrate_arguments(calibration.add_argument)
     bench = commands.add_parser(
         "bench",
         help="time encoding and attention against what torch does without them",
@@ -155,9 +165,38 @@ def _add_eval_arguments(parser: argparse.ArgumentParser) -> None:
         help="where, 0 to 1; may be repeated (default: 0, 0.25, 0.5, 0.75 and 1)",
     )
     add("--needles", type=_integer(1, 1000), default=1, help="needles for each length and depth")
-    _add_common_arguments(add, "all", "of rotation, windows and needles")
+    add(
+        "--calibration",
+        dest="calibrations",
+        action="append",
+        metavar="FILE",
+        help="of the model, from calibrate; may be repeated (default: none)",
+    )
+    add(
+        "--bits",
+        type=_positive,
+        action="append",
+        metavar="B",
+        help="budgets of calibrations, bits per value; may be repeated (default: the files' own)",
+    )
+    _add_common_arguments(add, "all, or none with --calibration", "of rotation, windows, needles")
     _add_model_arguments(add)
     add("--png", metavar="FILE", help="where a figure goes (default: nowhere)")
+
+
+def _add_calibrate_arguments(add: Callable[..., object]) -> None:
+    add("--text", metavar="FILE", required=True, help="UTF-8 text to measure on")
+    add("--out", metavar="FILE", required=True, help="where the calibration goes: a .json file")
+    add("--bits", type=_positive, required=True, metavar="B", help="most bits per stored number")
+    add("--tokens", type=_integer(128, 2**20), default=2116, help="length of the context")
+    add("--score-tokens", type=_integer(1, 4096), default=256, help="tokens KL is measured on")
+    add("--windows", type=_integer(1, 1000), default=2, help="windows, from all over the text")
+    add("--sink", type=_integer(0, _MAX_TOKENS), default=4, help="first tokens kept exact")
+    add("--recent", type=_integer(0, _MAX_TOKENS), default=64, help="last tokens kept exact")
+    add("--alpha", type=_share, default=0.5, help="strength of the key scales, 0 (none) to 1")
+    add("--seed", type=_integer(0, 2**63 - 1), default=0, help="of rotations and windows")
+    add("--threads", type=_integer(1, 1024), help="threads of kernels and torch (default: all)")
+    add("--model", metavar="PATH", help="directory or .gguf file (default: SmolLM2-135M-Instruct)")
 
 
 def _add_model_arguments(add: Callable[..., object]) -> None:
@@ -197,6 +236,7 @@ def _add_bench_arguments(add: Callable[..., object]) -> None:
 def _add_generate_arguments(add: Callable[..., object]) -> None:
     add("--prompt-file", metavar="FILE", required=True, help="UTF-8 text to continue")
     add("--preset", choices=presets(), default=DEFAULT_PRESET, help="of the cache")
+    add("--calibration", metavar="FILE", help="of the model, in place of a preset (default: none)")
     add("--max-new-tokens", type=_integer(1, _MAX_TOKENS), default=64, help="tokens at most")
     add("--threads", type=_integer(1, 1024), help="threads of kernels and torch (default: all)")
     add("--model", metavar="PATH", help="directory or .gguf file (default: SmolLM2-135M-Instruct)")
@@ -239,6 +279,16 @@ def _share(text: str) -> float:
     return value
 
 
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{value:g} is not above 0 and finite")
+    return value
+
+
 def _shape(text: str) -> tuple[int, int, int]:
     try:
         kv_heads, heads, head_dim = map(_integer(1, 1024), text.split("/"))
@@ -273,10 +323,22 @@ def _demo(arguments: argparse.Namespace) -> int:
 def _eval(arguments: argparse.Namespace) -> int:
     from polarquant_nb.eval_command import EvalError, run
 
+    options = _options(arguments)
+    default = () if "calibrations" in options else presets()
     try:
-        run(**{"presets": presets(), **_options(arguments)})
+        run(**{"presets": default, **options})
     except (EvalError, UnavailableError) as error:
         raise _UsageError(f"polarquant-nb eval: {error}") from error
+    return 0
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    from polarquant_nb.calibrate import CalibrateError, run
+
+    try:
+        run(**_options(arguments))
+    except (CalibrateError, UnavailableError) as error:
+        raise _UsageError(f"polarquant-nb calibrate: {error}") from error
     return 0
 
 

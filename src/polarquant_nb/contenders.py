@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from polarquant_nb.budgets import preset
+from polarquant_nb.calibration import Calibration, given_calibration
 from polarquant_nb.codec import encode
-from polarquant_nb.formats import FormatPair, PolarFormat
+from polarquant_nb.formats import FormatPair
+from polarquant_nb.preconditioning import Preconditioner
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +28,9 @@ __all__ = [
     "exact_nbytes",
     "fresh",
 ]
+
+Code = Callable[[str, "torch.Tensor"], "tuple[torch.Tensor, int]"]
+"""Codes ``'keys'`` or ``'values'``: returns them decoded, and the bytes that are stored."""
 
 _EXACT_NBYTES = 2  # per number kept exact: models store keys and values in 16 bits
 
@@ -108,7 +115,7 @@ EXACT = Contender("exact", _keep, "exact")
 
 def compress(
     cache: Any,
-    formats: FormatPair | str,
+    formats: FormatPair | str | Calibration | os.PathLike[str],
     *,
     sink: int = 4,
     recent: int = 64,
@@ -116,14 +123,16 @@ def compress(
 ) -> CompressedCache:
     """Encode a cache into pages and decode it again; the original is left as it is.
 
-    Layers of full attention are compressed, layers with a sliding window stay exact.
+    Layers of full attention are compressed, layers with a sliding window stay exact, and so do
+    those that a calibration leaves out.
 
     Parameters
     ----------
     cache : transformers.DynamicCache
         From :func:`prefill`; all rows of one length, without padding.
-    formats : FormatPair or str
-        Formats, or the name of a preset.
+    formats : FormatPair, str, Calibration or path-like
+        Formats, the name of a preset, or a calibration or its file (a string that ends in
+        ``.json``).
     sink, recent : int
         First and last tokens that stay exact.
     seed : int, optional
@@ -138,21 +147,46 @@ def compress(
     ------
     ValueError
         If ``sink`` or ``recent`` is negative, they leave nothing to compress, the preset is
-        unknown, or a head_dim is not the format's.
+        unknown, a head_dim is not the format's, or the calibration is for another model.
     """
     seconds = 0.0
+    calibration = given_calibration(formats)
+    if calibration is not None and len(calibration) != len(cache.layers):
+        raise ValueError(
+            f"the calibration is for a model of {len(calibration)} layers, {calibration.model}; "
+            f"the cache has {len(cache.layers)}"
+        )
 
-    def code(name: str, x: torch.Tensor, layer: Any) -> tuple[torch.Tensor, int]:
+    def choose(index: int, layer: Any) -> Code | None:
+        own = None if calibration is None else calibration[index]
+        if own is not None:
+            pair, preconditioner = own.formats, own.preconditioner
+        elif calibration is not None:
+            return None
+        else:
+            preconditioner = None
+            widths = layer.keys.shape[-1], layer.values.shape[-1]
+            pair = formats  # type: ignore[assignment]
+            if isinstance(formats, str):
+                pair = preset(formats, widths[0], value_head_dim=widths[1])
+        return partial(code, pair, preconditioner)
+
+    def code(
+        pair: FormatPair, preconditioner: Preconditioner | None, name: str, x: torch.Tensor
+    ) -> tuple[torch.Tensor, int]:
         nonlocal seconds
-        fmt = _layer_format(formats, name, layer)
+        is_keys = name == "keys"
+        fmt = pair.keys if is_keys else pair.values
         if seed is not None:
             fmt = replace(fmt, seed=seed)
         start_time = time.perf_counter()
-        pages = encode(x, fmt)
+        pages = encode(
+            x, fmt, preconditioner=preconditioner if is_keys else None, first_position=sink
+        )
         seconds += time.perf_counter() - start_time
         return pages.decode(), pages.nbytes
 
-    return replace(_replace(cache, code, sink, recent, 1), encode_seconds=seconds)
+    return replace(_replace(cache, choose, sink, recent, 1), encode_seconds=seconds)
 
 
 def compress_with(
@@ -186,7 +220,7 @@ def compress_with(
     ValueError
         If ``sink`` or ``recent`` is negative, or they leave nothing to compress.
     """
-    return _replace(cache, lambda name, x, _: code(name, x), sink, recent, multiple)
+    return _replace(cache, lambda *_: code, sink, recent, multiple)
 
 
 def exact_nbytes(cache: Any) -> int:
@@ -224,12 +258,12 @@ def fresh(cache: Any | Callable[[], Any]) -> Any:
 
 def _replace(
     cache: Any,
-    code: Callable[[str, torch.Tensor, Any], tuple[torch.Tensor, int]],
+    choose: Callable[[int, Any], Code | None],
     sink: int,
     recent: int,
     multiple: int,
 ) -> CompressedCache:
-    """Another cache, with the middle of each layer of full attention coded."""
+    """Another cache, with the middle of layers of full attention coded, as is chosen for each."""
     from transformers.cache_utils import DynamicLayer
 
     if sink < 0 or recent < 0:
@@ -237,8 +271,11 @@ def _replace(
     restored = copy.copy(cache)
     restored.layers = [copy.copy(layer) for layer in cache.layers]
     coded_nbytes = coded_values = 0
-    for exact, layer in zip(cache.layers, restored.layers, strict=True):
+    for i, (exact, layer) in enumerate(zip(cache.layers, restored.layers, strict=True)):
         if type(layer) is not DynamicLayer or layer.keys is None:
+            continue
+        code = choose(i, exact)
+        if code is None:
             continue
         tokens = layer.keys.shape[-2]
         stop = sink + (tokens - recent - sink) // multiple * multiple
@@ -250,7 +287,7 @@ def _replace(
         for name in ("keys", "values"):
             x = getattr(exact, name)
             middle = x[..., sink:stop, :]
-            decoded, nbytes = code(name, middle, exact)
+            decoded, nbytes = code(name, middle)
             mixed = x.clone()
             mixed[..., sink:stop, :] = decoded
             setattr(layer, name, mixed)
@@ -260,10 +297,3 @@ def _replace(
         raise ValueError("the cache has no layer of full attention: there is nothing to compress")
     exact_values = exact_nbytes(cache) // _EXACT_NBYTES - coded_values
     return CompressedCache(restored, coded_nbytes, coded_values, exact_values)
-
-
-def _layer_format(formats: FormatPair | str, name: str, layer: Any) -> PolarFormat:
-    if isinstance(formats, str):
-        value_head_dim = layer.values.shape[-1]
-        formats = preset(formats, layer.keys.shape[-1], value_head_dim=value_head_dim)
-    return formats.keys if name == "keys" else formats.values

@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 from polarquant_nb.attention_error import record_attention
+from polarquant_nb.calibration import Calibration
 from polarquant_nb.contenders import Contender, compress
 from polarquant_nb.eval_output import draw_quality, format_result
 from polarquant_nb.evaluate import prefill, score
@@ -30,7 +32,16 @@ from polarquant_nb.outputs import check_writable, write_json
 from polarquant_nb.quality import Judgement, judge, summarise
 from polarquant_nb.threads import get_num_threads, set_num_threads
 
-__all__ = ["EvalError", "Settings", "Task", "measure", "preset_contenders", "report", "run"]
+__all__ = [
+    "EvalError",
+    "Settings",
+    "Task",
+    "calibration_contenders",
+    "measure",
+    "preset_contenders",
+    "report",
+    "run",
+]
 
 
 class EvalError(ValueError):
@@ -198,6 +209,48 @@ def preset_contenders(presets: Sequence[str], settings: Settings) -> list[Conten
     ]
 
 
+def calibration_contenders(
+    paths: Sequence[str], bits: Sequence[float], settings: Settings
+) -> list[Contender]:
+    """Calibrations as contenders, named by their files and budgets.
+
+    Parameters
+    ----------
+    paths : sequence of str
+        Files.
+    bits : sequence of float
+        Budgets; none for each file's own.
+    settings : Settings
+        Sinks, recent tokens and the rotation's seed.
+
+    Returns
+    -------
+    list of Contender
+        For each file all budgets.
+
+    Raises
+    ------
+    EvalError
+        If a file cannot be read or holds no calibration, a budget is too small, or two are called
+        the same.
+    """
+    options = {"sink": settings.sink, "recent": settings.recent, "seed": settings.seed}
+    found: dict[str, Contender] = {}
+    for path in paths:
+        stem = Path(path).stem
+        try:
+            own = Calibration.load(path)
+            chosen = [own.with_bits(budget) for budget in bits] or [own]
+        except (OSError, ValueError) as error:
+            raise EvalError(f"--calibration: {error}") from error
+        for one in chosen:
+            name = f"{stem} {one.bits:g}"
+            if name in found:
+                raise EvalError(f"--calibration: two contenders are called {name}")
+            found[name] = Contender(name, partial(compress, formats=one, **options), stem)
+    return list(found.values())
+
+
 def measure(
     task: Task,
     contenders: Sequence[Contender],
@@ -276,6 +329,8 @@ def report(
 def run(
     *,
     presets: Sequence[str],
+    calibrations: Sequence[str] = (),
+    bits: Sequence[float] = (),
     threads: int | None = None,
     text: str | None = None,
     model: str | None = None,
@@ -289,6 +344,10 @@ def run(
     ----------
     presets : sequence of str
         Names of presets.
+    calibrations : sequence of str
+        Files of calibrations of the model.
+    bits : sequence of float
+        Their budgets; none for each file's own.
     threads : int, optional
         Threads of the kernels and of torch.
     text, model : str, optional
@@ -307,7 +366,8 @@ def run(
     ------
     EvalError
         If a context leaves nothing to compress or is too long for the model, the text is too short,
-        the model's heads are not supported, or a file cannot be written.
+        the model's heads are not supported, a calibration is not the model's, or a file cannot be
+        read or written.
     UnavailableError
         If a package, the model or the text is missing.
     """
@@ -317,6 +377,9 @@ def run(
         check_writable(png, json)
     except OSError as error:
         raise EvalError(str(error)) from error
+    if bits and not calibrations:
+        raise EvalError("--bits is given; it is the budget of a --calibration")
+    calibrated = calibration_contenders(calibrations, bits, chosen)
     require("torch", "transformers", "tqdm", *(["matplotlib"] if png else []))
 
     import torch
@@ -325,8 +388,8 @@ def run(
         set_num_threads(threads)
     torch.set_num_threads(get_num_threads())
     task = Task.load(chosen, model, text)
-    contenders = preset_contenders(presets, chosen)
-    _try_out(task, presets)
+    contenders = preset_contenders(presets, chosen) + calibrated
+    _try_out(task, contenders)
     judgements: list[Judgement] = []
     answers: list[Answer] = []
     measure(task, contenders, judgements, answers)
@@ -342,16 +405,18 @@ def run(
     return result
 
 
-def _try_out(task: Task, presets: Sequence[str]) -> None:
+def _try_out(task: Task, contenders: Sequence[Contender]) -> None:
     """Find out what the model does not support on a token, and have kernels compiled meanwhile."""
     import torch
     from tqdm.auto import tqdm
 
-    model, ids = task.loaded.model, torch.tensor([task.windows[0][:1]])
+    settings = task.settings
+    length = settings.sink + settings.recent + 1
+    model, ids = task.loaded.model, torch.tensor([task.windows[0][:length]])
     cache = prefill(model, ids)
     try:
-        for name in tqdm(presets, desc="kernels", unit="preset"):
-            compress(cache, name, sink=0, recent=0)
+        for one in tqdm(contenders, desc="kernels", unit="cache"):
+            one.compress(cache)
         with record_attention(model) as recording:
             score(model, cache, ids)
         recording.errors(cache)

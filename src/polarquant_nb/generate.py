@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from polarquant_nb.budgets import DEFAULT_PRESET
+from polarquant_nb.calibration import Calibration
 from polarquant_nb.models import announce_loading, load_model, load_text, require
 from polarquant_nb.threads import get_num_threads, set_num_threads
 
@@ -21,6 +22,7 @@ def run(
     *,
     prompt_file: str,
     preset: str = DEFAULT_PRESET,
+    calibration: str | None = None,
     max_new_tokens: int = 64,
     threads: int | None = None,
     model: str | None = None,
@@ -33,6 +35,8 @@ def run(
         UTF-8 text to continue, as it is.
     preset : str
         Name of a preset.
+    calibration : str, optional
+        File of a calibration of the model, in place of a preset.
     max_new_tokens : int
         Tokens at most; the model may end earlier.
     threads : int, optional
@@ -49,11 +53,18 @@ def run(
     Raises
     ------
     GenerateError
-        If the prompt is empty or too long for the model, or the model is not supported.
+        If the prompt is empty or too long for the model, the model is not supported, or the
+        calibration cannot be read or is not the model's.
     UnavailableError
         If a package, the model or the prompt is missing.
     """
     prompt, _ = load_text(prompt_file)
+    measured = None
+    if calibration is not None:
+        try:
+            measured = Calibration.load(calibration)
+        except (OSError, ValueError) as error:
+            raise GenerateError(f"--calibration: {error}") from error
     require("torch", "transformers")
     import torch
 
@@ -68,7 +79,7 @@ def run(
     ids = torch.tensor([loaded.tokenizer(prompt, verbose=False)["input_ids"]], dtype=torch.long)
     _check_length(ids.shape[1], max_new_tokens, loaded.model.config)
     try:
-        cache = PolarCache(loaded.model.config, preset)
+        cache = PolarCache(loaded.model.config, measured or preset)
         enable(loaded.model)
     except ValueError as error:
         raise GenerateError(f"the model is not supported: {error}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ from transformers.cache_utils import DynamicLayer
 
 from polarquant_nb.budgets import DEFAULT_PRESET, preset
 from polarquant_nb.cache import KVCache
+from polarquant_nb.calibration import Calibration, LayerCalibration, given_calibration
 from polarquant_nb.formats import FormatPair
 from polarquant_nb.hf.handle import Counts, untraced
 from polarquant_nb.hf.key_bias import key_biases
@@ -34,23 +36,26 @@ class PolarCache(DynamicCache):
     ----------
     config : transformers.PretrainedConfig
         Of the model; a nested ``text_config`` is found.
-    formats : str or FormatPair
-        The name of a preset, or a pair of formats.
+    formats : str, FormatPair, Calibration or path-like
+        The name of a preset, or a pair of formats; or a calibration of the model, or its file.  A
+        string that ends in ``.json`` is a path.
     layers : mapping of int to str, FormatPair or None, optional
         What single layers have instead; None keeps one exact.  Negative indices count from the end.
     sink, recent, nan
         See :class:`polarquant_nb.KVCache`.
     preconditioner : OnlinePreconditioner, or mapping of int to Preconditioner, optional
         Of all compressed layers, for models that are enabled; or of single ones.  See also
-        :meth:`from_model`.
+        :meth:`from_model`.  A calibration has its own.
 
     Raises
     ------
     TypeError
         If an argument has the wrong type.
+    OSError
+        If a calibration's file cannot be read.
     ValueError
         If the model is an encoder-decoder, stores compressed latents (MLA), has no layer of full
-        attention or no head_dim, or the formats are for another one.
+        attention or no head_dim, or the formats or calibration are for another one.
 
     Examples
     --------
@@ -63,7 +68,7 @@ class PolarCache(DynamicCache):
     def __init__(
         self,
         config: PretrainedConfig,
-        formats: str | FormatPair = DEFAULT_PRESET,
+        formats: str | FormatPair | Calibration | os.PathLike[str] = DEFAULT_PRESET,
         *,
         layers: Mapping[int, str | FormatPair | None] | None = None,
         sink: int = 4,
@@ -74,7 +79,10 @@ class PolarCache(DynamicCache):
         text = _text_config(config)
         super().__init__(config=config)
         self.counts = Counts()
-        chosen = _chosen(formats, layers or {}, len(self.layers))
+        calibration = given_calibration(formats)
+        if calibration is not None and preconditioner is not None:
+            raise ValueError("preconditioner is given; a calibration has its own")
+        chosen = _chosen(formats if calibration is None else calibration, layers or {}, self.layers)
         options: dict[str, Any] = {"sink": sink, "recent": recent, "nan": nan}
         own = _preconditioners(preconditioner, len(self.layers))
         full = [i for i, layer in enumerate(self.layers) if type(layer) is DynamicLayer]
@@ -94,12 +102,18 @@ class PolarCache(DynamicCache):
             pair = chosen[i]
             if pair is not None:
                 here = options | {"preconditioner": own[i]}
+                if isinstance(pair, LayerCalibration):
+                    _check_heads(pair, text, i)
+                    here["preconditioner"], pair = pair.preconditioner, pair.formats
                 _check_formats(pair, _head_dims(text, i), here)
                 self.layers[i] = PolarLayer(pair, here, self.counts)
 
     @classmethod
     def from_model(
-        cls, model: Any, formats: str | FormatPair = DEFAULT_PRESET, **options: Any
+        cls,
+        model: Any,
+        formats: str | FormatPair | Calibration | os.PathLike[str] = DEFAULT_PRESET,
+        **options: Any,
     ) -> PolarCache:
         """A cache that knows the bias of the model's keys, where they have one (Qwen2 and 2.5).
 
@@ -110,8 +124,8 @@ class PolarCache(DynamicCache):
         ----------
         model : transformers.PreTrainedModel
             What the cache is for.
-        formats : str or FormatPair
-            See :class:`PolarCache`.
+        formats : str, FormatPair, Calibration or path-like
+            See :class:`PolarCache`.  A calibration knows the bias already.
         **options : Any
             Of :class:`PolarCache`, but for the preconditioner.
 
@@ -127,7 +141,10 @@ class PolarCache(DynamicCache):
         """
         if not isinstance(model, PreTrainedModel):
             raise TypeError(f"model is {type(model).__name__}; it must be a transformers model")
-        return cls(model.config, formats, preconditioner=key_biases(model), **options)
+        formats = given_calibration(formats) or formats
+        if not isinstance(formats, Calibration):
+            options["preconditioner"] = key_biases(model)
+        return cls(model.config, formats, **options)
 
     @property
     def polar_layers(self) -> dict[int, PolarLayer]:
@@ -263,15 +280,32 @@ def _text_config(config: Any) -> Any:
 
 
 def _chosen(
-    formats: str | FormatPair, layers: Mapping[int, str | FormatPair | None], count: int
-) -> list[str | FormatPair | None]:
-    """Formats of each layer."""
+    formats: Any, layers: Mapping[int, str | FormatPair | None], stock: list[Any]
+) -> list[str | FormatPair | LayerCalibration | None]:
+    """Formats of each layer; of a calibration with its preconditioner."""
     for value in (formats, *layers.values()):
+        if isinstance(value, Calibration) and value is formats:
+            continue
         if not isinstance(value, (str, FormatPair)) and (value is not None or value is formats):
             raise TypeError(
-                f"formats are {value!r}; they must be the name of a preset or a FormatPair"
+                f"formats are {value!r}; they must be the name of a preset, a FormatPair or, for "
+                "all layers, a Calibration or its path"
             )
-    chosen: list[str | FormatPair | None] = [formats] * count
+    count = len(stock)
+    chosen: list[str | FormatPair | LayerCalibration | None] = [formats] * count
+    if isinstance(formats, Calibration):
+        if len(formats) != count:
+            raise ValueError(
+                f"the calibration is for a model of {len(formats)} layers, {formats.model}; this "
+                f"one has {count}"
+            )
+        chosen = list(formats)
+        for i, (own, layer) in enumerate(zip(chosen, stock, strict=True)):
+            if own is not None and type(layer) is not DynamicLayer:
+                raise ValueError(
+                    f"the calibration, for {formats.model}, compresses layer {i}, which here is a "
+                    f"{type(layer).__name__}"
+                )
     for index, value in layers.items():
         if not -count <= index < count:
             raise ValueError(f"layers names layer {index}; the model has {count}")
@@ -311,6 +345,17 @@ def _head_dims(text: Any, layer: int) -> tuple[int, int]:
             )
         head_dim = hidden // heads
     return head_dim, getattr(text, "v_head_dim", None) or head_dim
+
+
+def _check_heads(own: LayerCalibration, text: Any, layer: int) -> None:
+    per_layer = getattr(text, "per_layer_config", None)
+    config = text if per_layer is None else per_layer[layer]
+    heads = getattr(config, "num_key_value_heads", None)
+    if heads not in (None, own.needs.num_kv_heads):
+        raise ValueError(
+            f"the calibration is for {own.needs.num_kv_heads} kv heads in layer {layer}; the model "
+            f"has {heads}"
+        )
 
 
 def _check_formats(
