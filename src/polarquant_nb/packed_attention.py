@@ -236,6 +236,7 @@ def _scratch(name: str, size: int) -> FloatArray:
     return kept
 
 
+@cache
 def _no_bias(rows: int, n: int) -> Bias:
     return Bias(np.empty(0, np.float32), np.zeros((rows, n), np.int64), 0)
 
