@@ -456,7 +456,7 @@ def describe_saturated(
     """Which row has a radius beyond float16; of several the longest: it may have moved a mean."""
     radii = fmt.layout.read_radii(words)
     radii = radii.reshape(*x.shape[:-2], -1, fmt.num_blocks)[..., : x.shape[-2], :].max(-1)
-    saturated = [tuple(at) for at in np.argwhere(radii == np.finfo(np.float16).max).tolist()]
+    saturated = [tuple(at) for at in np.argwhere(radii >= MAX_NORM).tolist()]
     return _describe_longest(x, kind, saturated, preconditioner)
 
 

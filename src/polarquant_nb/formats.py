@@ -51,7 +51,7 @@ class PolarFormat:
     radius : {'float16', 'log8'}
         How radii are stored: as float16; or in 8 bits, in equal steps of the logarithm, at least
         as fine as the page's radii allow: 1/128 octave where the largest is less than four times
-        the smallest, and twice that for every doubling of the octaves between them.  On CPUs only.
+        the smallest, and twice that for every doubling of the octaves between them.
 
     Raises
     ------

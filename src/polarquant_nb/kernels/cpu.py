@@ -91,7 +91,7 @@ def encode_pages(program, shape, source, kind, direct, bases, strides, seq_len, 
     codes = np.empty(num_nodes * lanes, np.uint32)
     R = np.empty(d // 2 * lanes, np.float32)
     radii = np.zeros(d // 2 * PAGE if anchor_word else 0, np.uint32)
-    extremes = np.empty(2 * lanes, np.uint32)
+    extremes, anchor = np.empty(2 * lanes, np.uint32), np.empty(lanes, np.uint32)
     bad = np.empty(PAGE, np.float32)
     live = np.empty(lanes, np.uint32)
     offset = np.zeros(d, np.float32)
@@ -156,9 +156,12 @@ def encode_pages(program, shape, source, kind, direct, bases, strides, seq_len, 
             events[:] = before
         if anchor_word:
             radius_range(program, radii, extremes)
-            anchor = choose_anchor(extremes, lanes)
-            scale = np.int64(words[word + anchor_word]) & 0xFFFF if offset_kind == 1 else 0
-            words[word + anchor_word] = np.uint32(anchor << 16 | scale)
+            for t in range(1, lanes):
+                extremes[0] = min(extremes[0], extremes[t])
+                extremes[lanes] = max(extremes[lanes], extremes[lanes + t])
+            choose_anchor(program, extremes, anchor)
+            scale = words[word + anchor_word] if offset_kind == 1 else np.uint32(0)
+            words[word + anchor_word] = anchor[0] << np.uint32(16) | scale & np.uint32(0xFFFF)
             store_radius_codes(program, radii, words, word)
     for t in range(16):
         counts[0] += np.int64(events[t])

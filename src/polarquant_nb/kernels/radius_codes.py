@@ -9,10 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from polarquant_nb.kernels.jit import Program, kernel
+from polarquant_nb.kernels.jit import Program
 from polarquant_nb.kernels.lanes import Index, Vector, stage
 from polarquant_nb.layout import PAGE, plan_page
 from polarquant_nb.radii import (
@@ -24,7 +21,16 @@ from polarquant_nb.radii import (
     SMALLEST_BITS,
 )
 
-__all__ = ["choose_anchor", "code_reader", "code_writer", "radius_range", "store_radius_codes"]
+__all__ = [
+    "anchor_of",
+    "choose_anchor",
+    "code_reader",
+    "code_writer",
+    "empty_range",
+    "radius_range",
+    "store_radius_codes",
+    "widen_range",
+]
 
 
 def code_reader(L: Any, words: Any, anchor_at: Index) -> Callable[[Vector], Vector]:
@@ -41,41 +47,51 @@ def code_reader(L: Any, words: Any, anchor_at: Index) -> Callable[[Vector], Vect
 
 @stage
 def radius_range(L: Any, program: Program, radii: Any, extremes: Any) -> None:
-    """Least and greatest bits of a page's radii in each lane, of those that get a code.
-
-    The least count from the smallest that is stored; where there is none at all, the greatest is
-    below that.
-    """
+    """Least and greatest of a page's radii in each lane; see :func:`widen_range`."""
 
     def compare(i: Index, best: list[Vector]) -> list[Vector]:
-        bits = L.load(radii, i * L.n)
-        above = bits - L.u(SMALLEST_BITS)  # what is smaller wraps round, and is never the least
-        number = L.where(bits >= L.u(NAN_BITS), L.u(0), bits)
-        least = L.where(best[0] >= above, above, best[0])
-        return [least, L.where(number >= best[1], number, best[1])]
+        return widen_range(L, best, L.load(radii, i * L.n))
 
     vectors = (program.head_dim >> len(program.level_bits)) * PAGE // L.n
-    least, greatest = L.loop(vectors, [L.u(0xFFFFFFFF), L.u(0)], compare)
+    least, greatest = L.loop(vectors, empty_range(L), compare)
     L.store(extremes, 0, least)
     L.store(extremes, L.n, greatest)
 
 
-@kernel
-def choose_anchor(extremes: npt.NDArray[np.uint32], lanes: int) -> np.int64:
+def empty_range(L: Any) -> list[Vector]:
+    """The range of no radius."""
+    return [L.u(0xFFFFFFFF), L.u(0)]
+
+
+def widen_range(L: Any, extremes: list[Vector], bits: Vector) -> list[Vector]:
+    """Least and greatest bits of radii that get a code from 1 to 254.
+
+    The least count from ``SMALLEST_BITS``; the greatest are below that where there is no such
+    radius at all.
+    """
+    above = bits - L.u(SMALLEST_BITS)  # what is smaller wraps round, and is never the least
+    number = L.where(bits >= L.u(NAN_BITS), L.u(0), bits)
+    least, greatest = extremes
+    least = L.where(least >= above, above, least)
+    return [least, L.where(number >= greatest, number, greatest)]
+
+
+def anchor_of(L: Any, extremes: list[Vector]) -> Vector:
     """The anchor with the smallest steps that reach from the least to the greatest radius."""
-    least, greatest = np.int64(0xFFFFFFFF), np.int64(0)
-    for t in range(lanes):
-        least = min(least, np.int64(extremes[t]))
-        greatest = max(greatest, np.int64(extremes[lanes + t]))
-    if greatest < SMALLEST_BITS:
-        return np.int64(0)
-    least += SMALLEST_BITS
-    for shift in range(LARGEST_SHIFT + 1):
-        first = (least - GRID_START + (1 << (15 + shift))) >> (16 + shift)
-        last = (greatest - GRID_START + (1 << (15 + shift))) >> (16 + shift)
-        if last - first <= LARGEST_SPAN:
-            break
-    return ((first - 1) << shift << 3) | shift
+    least, greatest = extremes[0] + L.u(SMALLEST_BITS), extremes[1]
+    anchor = L.u(0)
+    for shift in range(LARGEST_SHIFT, -1, -1):
+        half_step, bits = L.u(1 << (15 + shift)), L.u(16 + shift)
+        first, last = ((end - L.u(GRID_START) + half_step) >> bits for end in (least, greatest))
+        reaches = L.u(LARGEST_SPAN) >= last - first
+        anchor = L.where(reaches, (first - L.u(1)) << L.u(shift + 3) | L.u(shift), anchor)
+    return L.where(greatest >= L.u(SMALLEST_BITS), anchor, L.u(0))
+
+
+@stage
+def choose_anchor(L: Any, program: Program, extremes: Any, anchor: Any) -> None:
+    """The anchor of a page, in every lane, from the extremes of all lanes in the first."""
+    L.store(anchor, 0, anchor_of(L, [L.splat(extremes, 0), L.splat(extremes, L.n)]))
 
 
 @stage
