@@ -82,8 +82,9 @@ def encode(
     nan : {'raise', 'propagate'}
         What to do with rows that hold NaN or inf, or whose radius float16 cannot hold (65504):
         raise, naming the first; or go on.  Then the former decode to NaN and stay out of the page
-        offset, the latter are stored with the largest radius, no other row is touched, and the
-        result counts both.  On a GPU ``'raise'`` waits for the result, ``'propagate'`` does not.
+        offset, the latter are stored with the largest radius, no other row is touched (but that
+        radii of 8 bits in the page of such a long one are stored in coarser steps), and the result
+        counts both.  On a GPU ``'raise'`` waits for the result, ``'propagate'`` does not.
 
     Returns
     -------

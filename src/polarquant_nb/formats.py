@@ -49,9 +49,9 @@ class PolarFormat:
     seed : int
         Of the rotation, 0 to 2**63 − 1.  Keys, values, layers and heads share one rotation.
     radius : {'float16', 'log8'}
-        How radii are stored: as float16; or in 8 bits, in equal steps of the logarithm, at least
-        as fine as the page's radii allow: 1/128 octave where the largest is less than four times
-        the smallest, and twice that for every doubling of the octaves between them.
+        How radii are stored: as float16, or as 8 bits each and 16 for their page.  The 8 bits
+        are steps of 1/128 octave where the page's largest radius is less than four times its
+        smallest, and of twice as much whenever there are twice as many octaves between these.
 
     Raises
     ------

@@ -94,8 +94,8 @@ def merge_radii(
     """Pages of which lanes ``first .. 127`` are taken from others.
 
     The anchor stays where its codes reach all radii; then the codes of the other lanes stay, too.
-    Where only code 0 has to move they change by a constant; where steps grow, all are rounded to
-    the coarser ones, by a quarter of a step at most beside the half of the first rounding.
+    Where only code 0 has to move they change by a constant; where steps grow, all are rounded
+    again, to the coarser ones.
 
     Parameters
     ----------
