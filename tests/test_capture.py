@@ -204,9 +204,8 @@ def test_the_error_of_captures_is_that_of_the_model_itself():
     from polarquant_nb.evaluate import compress, score
 
     loaded = real_model()
-    ids = torch.tensor(
-        [loaded.tokenizer("The rotation comes first, and then the tree. " * 30)["input_ids"][:264]]
-    )
+    text = "The rotation comes first, and then the tree. " * 30
+    ids = torch.tensor([loaded.tokenizer(text)["input_ids"][:264]])
     captured = capture(loaded, ids[0], layers=[0, 11, 29])
     ds = pq.analysis.attention_error(captured, ["balanced"], queries=8, sink=4, recent=60 + 8)
     cache = prefill(loaded.model, ids[:, :-8])
