@@ -67,6 +67,9 @@ def test_plan_is_sound_for_every_combination_of_bits():
 @given(formats())
 def test_plan_is_sound_for_any_format(fmt):
     assert_plan_is_sound(fmt.layout)
+    parts = fmt.layout.words_by_part
+    assert parts["codes"] == sum(PAGE * row.width // 32 for row in fmt.layout.code_rows)
+    assert sum(parts.values()) == fmt.layout.num_words
     assert fmt.layout.num_nodes == fmt.head_dim - fmt.num_blocks
     assert len(fmt.layout.radius_words) == fmt.num_blocks
 

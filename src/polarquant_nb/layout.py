@@ -95,6 +95,13 @@ class PageLayout:
         return tuple(sum(counts[:level]) for level in range(len(counts)))
 
     @property
+    def words_by_part(self) -> dict[str, int]:
+        """Words of codes (padding included), of radii and of the offset."""
+        radii = len(self.radius_words) * PAGE // 2
+        codes = self.num_words - radii - self.offset_words
+        return {"codes": codes, "radii": radii, "offsets": self.offset_words}
+
+    @property
     def padding_bits(self) -> int:
         """Bits of a lane that hold nothing."""
         codes = sum(b * (self.head_dim >> level) for level, b in enumerate(self.level_bits, 1))

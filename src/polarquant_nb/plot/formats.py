@@ -128,6 +128,7 @@ def _draw_codewords(codewords: Any, level: int, ax: Any) -> None:
     borders = (order[1:] + order[:-1]) / 2 % end
     ax.vlines(borders, 0, density.max(), color="0.5", linestyle=":", linewidth=0.8)
     if np.diff(order).min() > end / _MANY:
+        size = "small" if len(codewords) <= 8 else "xx-small"
         for code, (x, y) in enumerate(zip(codewords, height, strict=True)):
             ax.annotate(
                 str(code),
@@ -135,7 +136,7 @@ def _draw_codewords(codewords: Any, level: int, ax: Any) -> None:
                 (0, 3),
                 textcoords="offset points",
                 ha="center",
-                fontsize="xx-small",
+                fontsize=size,
             )
     angle_axis(ax, level, end)
     ax.set_ylim(0, 1.15 * density.max())
