@@ -43,7 +43,7 @@ def capture(
     ----------
     model : transformers.PreTrainedModel or LoadedModel
         A causal language model that finds its attention by transformers' AttentionInterface, as all
-        newer ones do; or what :func:`polarquant_nb.models.load_model` returns, which has a
+        newer ones do; or what ``polarquant_nb.models.load_model`` returns, which has a
         tokenizer.
     text : str, or sequence, ndarray or tensor of int, 1-d
         A text, or token ids.
