@@ -12,7 +12,7 @@ from support import NOJIT, SMALL, SMALL_OFFSET, gaussian
 import polarquant_nb as pq
 from polarquant_nb import html_tables
 
-TOKENS = 150 if NOJIT else 700
+TOKENS = 220 if NOJIT else 700
 
 
 class Table(HTMLParser):
