@@ -418,6 +418,14 @@ def test_a_dask_array_is_never_held_whole(watched, monkeypatch, name):
     assert found.equals(calls[name](array[:2].compute()))
 
 
+def test_chunks_may_lie_anywhere(gaussian):
+    da = pytest.importorskip("dask.array")
+    x = da.from_array(gaussian, chunks=(2, 100, 24))
+    for fmt in (FMT, OFFSET):
+        assert analysis.angles(x, fmt).identical(analysis.angles(gaussian, fmt))
+        assert analysis.distortion(x, fmt).identical(analysis.distortion(gaussian, fmt))
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(NOJIT, reason="a quarter of a million vectors")
 def test_attention_error_reads_layer_by_layer(watched):
