@@ -15,6 +15,8 @@ FORMATS = {
     "hadamard": pq.PolarFormat(64, (4, 2, 2, 2)),
     "hadamard, groups, offset": pq.PolarFormat(48, (5, 3, 6, 1), "int8"),
     "haar, offset": pq.PolarFormat(32, (6, 5, 4, 3, 2), "float16", "haar"),
+    "8-bit radii": pq.PolarFormat(32, (4, 3, 2), radius="log8"),
+    "8-bit radii, offset": pq.PolarFormat(16, (5, 3, 3, 3), "int8", radius="log8"),
     "fitted": pq.PolarFormat(16, (3, 4, 2), rotation="none"),
 }
 

@@ -28,6 +28,7 @@ def formats(draw: st.DrawFn, head_dims: st.SearchStrategy[int] | None = None) ->
         draw(st.sampled_from([None, "int8", "float16"])),
         draw(st.sampled_from(["hadamard", "haar", "none"])),
         draw(st.integers(0, 2**63 - 1)),
+        draw(st.sampled_from(["float16", "log8"])),
     )
 
 

@@ -42,6 +42,13 @@ RANDOM_FORMATS = (
 )
 """Drawn at random once, and written down: every format that is compiled costs seconds."""
 
+LOG8_FORMATS = (
+    PolarFormat(64, (4, 2, 2, 2, 2, 2), None, "hadamard", radius="log8"),
+    PolarFormat(32, (6, 1, 6, 1), "int8", "none", radius="log8"),
+    PolarFormat(48, (6, 4, 2, 1), "float16", "haar", radius="log8"),
+)
+"""With radii of 8 bits: one and several blocks, and every place that an anchor can have."""
+
 SMALL = RANDOM_FORMATS[3]
 """A quick format without offset, for tests of what does not depend on the format."""
 
@@ -52,7 +59,8 @@ SMALL_OFFSET = PolarFormat(64, (5, 4, 4, 4, 4, 4), "int8")
 def ident(fmt: PolarFormat) -> str:
     """Name of a format in test ids."""
     bits = "".join(map(str, fmt.level_bits))
-    return f"{fmt.head_dim}-{bits}-{fmt.offset}-{fmt.rotation}"
+    radius = "" if fmt.radius == "float16" else f"-{fmt.radius}"
+    return f"{fmt.head_dim}-{bits}-{fmt.offset}-{fmt.rotation}{radius}"
 
 
 def gaussian(*shape: int, seed: int = 0) -> np.ndarray:
@@ -120,6 +128,15 @@ def per_token(offsets: np.ndarray, seq_len: int) -> np.ndarray:
     return np.repeat(offsets, PAGE, -2)[..., :seq_len, :]
 
 
+def radius_errors(pages: PolarPages) -> np.ndarray:
+    """Largest relative error of each token's radii, by their rounding: ``(..., seq_len, 1)``."""
+    layout = pages.format.layout
+    if layout.anchor_word is None:
+        return np.full((*pages.shape[:-1], 1), 2.0**-11)
+    shifts = pages.words[..., layout.anchor_word, None] >> 16 & 7
+    return per_token(2.0 ** (shifts.astype(np.float64) - 8), pages.seq_len)
+
+
 def as_reference(pages: PolarPages) -> ReferenceCodes:
     """What is stored, in the form the reference takes."""
     return ReferenceCodes(token_codes(pages), token_radii(pages), page_offsets(pages))
@@ -128,7 +145,7 @@ def as_reference(pages: PolarPages) -> ReferenceCodes:
 def same_rows(a: PolarPages, b: PolarPages, tokens: np.ndarray | slice = np.s_[:]) -> bool:
     """Whether the codes and radii of some tokens are equal bit for bit."""
     codes = zip(token_codes(a), token_codes(b), strict=True)
-    radii = token_radii(a).view(np.uint16), token_radii(b).view(np.uint16)
+    radii = token_radii(a).view(np.uint8), token_radii(b).view(np.uint8)
     return all(np.array_equal(x[..., tokens, :], y[..., tokens, :]) for x, y in (*codes, radii))
 
 

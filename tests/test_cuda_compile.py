@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from support import RANDOM_FORMATS, ident
+from support import LOG8_FORMATS, RANDOM_FORMATS, ident
 
 import polarquant_nb as pq
 
@@ -106,7 +106,7 @@ def test_the_whole_matrix(name, head_dim, capability):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fmt", RANDOM_FORMATS, ids=ident)
+@pytest.mark.parametrize("fmt", [*RANDOM_FORMATS, *LOG8_FORMATS], ids=ident)
 def test_any_format_compiles(fmt):
     program = program_of(fmt)
     group = query_group(program, program, 8)

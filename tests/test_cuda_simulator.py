@@ -4,11 +4,14 @@
 on a GPU: what differs there is how kernels are compiled and launched.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from code_digests import FORMATS, encoded, unkind_rows
 from numba import config
 from support import (
+    LOG8_FORMATS,
     RANDOM_FORMATS,
     as_reference,
     exact_attention,
@@ -93,7 +96,10 @@ def test_codes_of_presets_are_the_cpus_and_decode_as_the_reference(name, side):
     assert np.linalg.norm(found - expected) <= 1e-6 * np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize("fmt", [f for f in RANDOM_FORMATS if f.head_dim <= 144][::2], ids=ident)
+SOME_FORMATS = [*[f for f in RANDOM_FORMATS if f.head_dim <= 144][::2], *LOG8_FORMATS]
+
+
+@pytest.mark.parametrize("fmt", SOME_FORMATS, ids=ident)
 def test_any_format(fmt):
     """Every rotation, odd parts of head_dim, offsets, widths and depths."""
     x = gaussian(1, 20, fmt.head_dim, seed=72)
@@ -164,11 +170,14 @@ def test_attention_is_the_references(name, group):
     assert_attends_as_reference(gaussian(1, 2 * group, 1, 32, seed=83), k, v, pair)
 
 
-@pytest.mark.parametrize("keys", [RANDOM_FORMATS[i] for i in (0, 1, 2, 5, 6, 8, 9)], ids=ident)
+ATTENDED = [*[RANDOM_FORMATS[i] for i in (0, 1, 2, 5, 6, 8, 9)], *LOG8_FORMATS]
+
+
+@pytest.mark.parametrize("keys", ATTENDED, ids=ident)
 def test_attention_with_any_format(keys):
     """Trees of one level, codes of several words a run, offsets of values, all rotations."""
     d = keys.head_dim
-    values = pq.PolarFormat(48, (6, 6, 6), "float16")
+    values = pq.PolarFormat(48, (6, 6, 6), "float16", radius=keys.radius)
     q, k, v = gaussian(1, 2, 1, d, seed=84), gaussian(1, 1, 40, d, seed=85), gaussian(1, 1, 40, 48)
     assert_attends_as_reference(q, k, v + 1, pq.formats.FormatPair(keys, values))
 
@@ -259,12 +268,15 @@ def test_queries_of_other_dtypes(dtype):
 # ---- blocks of threads ---------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("radius", ["float16", "log8"])
 @pytest.mark.parametrize("threads", [32, 128])
-def test_the_order_of_threads_does_not_matter(threads, monkeypatch):
+def test_the_order_of_threads_does_not_matter(threads, radius, monkeypatch):
     """A missing barrier would show: threads run to the next one first to last, or last to first."""
     monkeypatch.setattr(gpu_codec, "simulated_threads", lambda *_: threads)
     monkeypatch.setattr("polarquant_nb.gpu_attention.simulated_threads", lambda *_: threads)
-    pair = pq.preset("balanced", 64)
+    pair = pq.FormatPair(
+        *(replace(fmt, radius=radius) for fmt in vars(pq.preset("balanced", 64)).values())
+    )
     x, q = gaussian(1, 1, 37, 64, seed=99) + 1, torch.from_numpy(gaussian(1, 3, 1, 64))
 
     def results(order):

@@ -25,9 +25,10 @@ def test_sizes_of_any_format(fmt):
     assert fmt.block_size == 2**fmt.num_levels
     assert fmt.num_blocks * fmt.block_size == fmt.head_dim
     codes = sum(bits * (fmt.head_dim >> level) for level, bits in enumerate(fmt.level_bits, 1))
-    radii = 16 * fmt.num_blocks
+    radii = {"float16": 16, "log8": 8}[fmt.radius] * fmt.num_blocks
     offset = {None: 0, "int8": 8 * fmt.head_dim + 32, "float16": 16 * fmt.head_dim}[fmt.offset]
-    needed = PAGE * (codes + radii) + offset
+    anchor = 32 if fmt.radius == "log8" and fmt.offset != "int8" else 0
+    needed = PAGE * (codes + radii) + offset + anchor
     assert 8 * fmt.page_nbytes == needed + PAGE * fmt.layout.padding_bits
     assert fmt.bits_per_value == 8 * fmt.page_nbytes / (PAGE * fmt.head_dim)
     assert 0 < fmt.relative_error < 2
@@ -99,6 +100,8 @@ def test_blocks_that_do_not_divide_head_dim(head_dim, num_levels, most):
         ({"offset": True}, ValueError, "offset is True; it must be None, 'int8' or 'float16'"),
         ({"rotation": "qr"}, ValueError, "rotation is 'qr'; it must be 'hadamard', 'haar' or"),
         ({"rotation": None}, ValueError, "rotation is None; it must be 'hadamard', 'haar' or"),
+        ({"radius": "int8"}, ValueError, "radius is 'int8'; it must be 'float16' or 'log8'"),
+        ({"radius": None}, ValueError, "radius is None; it must be 'float16' or 'log8'"),
         ({"seed": -1}, ValueError, r"seed is -1; it must be in 0\.\.2\*\*63 - 1"),
         ({"seed": 2**63}, ValueError, rf"seed is {2**63}; it must be in 0\.\.2\*\*63 - 1"),
         ({"seed": 1.5}, TypeError, "seed is 1.5; it must be an int"),

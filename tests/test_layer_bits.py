@@ -96,13 +96,13 @@ def test_the_chain_goes_in_steps_of_half_a_bit(head_dim):
 
 def test_budgets():
     layers = [LayerNeeds(2, 64, 64, ONE, ONE)]
-    with pytest.raises(ValueError, match=r"bits_per_value is 1.5; it must be at least 1\.783"):
+    with pytest.raises(ValueError, match=r"bits_per_value is 1.5; it must be at least 1\.660"):
         allot(layers, 1.5)
     with pytest.raises(ValueError, match="bits_per_value is nan"):
         allot(layers, float("nan"))
     (pair,) = allot(layers, 100)
-    assert pair.keys == PolarFormat(64, (6, 5, 5, 5, 5, 5), "int8")
-    assert pair.values == PolarFormat(64, (6, 5, 5, 5, 5, 5))
+    assert pair.keys == PolarFormat(64, (6, 5, 5, 5, 5, 5), "int8", radius="log8")
+    assert pair.values == PolarFormat(64, (6, 5, 5, 5, 5, 5), radius="log8")
 
 
 def test_expected_kl():

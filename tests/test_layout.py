@@ -33,8 +33,10 @@ def assert_plan_is_sound(layout: PageLayout) -> None:
     assert sum(row.width == 16 for row in layout.code_rows) <= 1
     assert sum(row.width == 8 for row in layout.code_rows) <= 1
 
-    runs += [(word, PAGE // 2) for word in layout.radius_words]
+    runs += [(word, PAGE * layout.radius_width // 32) for word in layout.radius_words]
     runs.append((layout.offset_word, layout.offset_words))
+    if layout.anchor_word == layout.offset_word + layout.offset_words:  # else within the offset
+        runs.append((layout.anchor_word, 1))
     end = 0
     for word, length in sorted(runs):
         assert word == end
@@ -119,7 +121,7 @@ def test_rows_are_aligned(fmt):
     assert fmt.page_nbytes == 4 * layout.num_words
     pages = np.zeros((2, layout.num_words), np.uint32)
     rows = [(row.word, row.width // 8) for row in layout.code_rows]
-    rows += [(word, 2) for word in layout.radius_words]
+    rows += [(word, layout.radius_width // 8) for word in layout.radius_words]
     for page in pages:
         for word, nbytes in rows:
             # a register of 8 lanes is read at once; whole words keep it aligned to its lanes

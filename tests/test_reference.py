@@ -89,7 +89,10 @@ def test_codes_are_nearest_and_shapes_are_as_documented(fmt, seq_len, seed):
         assert encoded.offsets.shape == (2, -(-seq_len // PAGE), fmt.head_dim)
         r = r - per_token(encoded.offsets, seq_len)
     angles, radii = polar_transform(r, fmt.num_levels)
-    np.testing.assert_array_equal(encoded.radii, radii.astype(np.float16))
+    if fmt.radius == "float16":
+        np.testing.assert_array_equal(encoded.radii, radii.astype(np.float16))
+    else:  # Gaussian blocks of two numbers may differ a thousandfold
+        assert (np.abs(encoded.radii - radii) <= 2.0**-5 * radii).all()
     decoded = reference.decode(encoded, fmt)
     assert decoded.shape == x.shape
     # the angles of the reconstruction lie in the codes' cells: at most half the widest cell away

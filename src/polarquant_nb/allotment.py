@@ -32,12 +32,15 @@ class Part(NamedTuple):
         Their coordinates.
     offset : {None, 'int8', 'float16'}
         How their page offset is stored.
+    radius : {'float16', 'log8'}
+        How their radii are stored.
     weight : float
         What their relative error counts.
     """
 
     head_dim: int
     offset: str | None = None
+    radius: str = "float16"
     weight: float = 1.0
 
 
@@ -70,7 +73,7 @@ def best_level_bits(parts: Sequence[Part], bits_per_value: float) -> list[tuple[
         error = sum(p.weight * c.error for p, c in zip(parts, choice, strict=True))
         return error, sum(c.fewest_words for c in choice)
 
-    choices = product(*(_candidates(part.head_dim, part.offset) for part in parts))
+    choices = product(*(_candidates(part.head_dim, part.offset, part.radius) for part in parts))
     # Planning a page takes milliseconds: only those that would fit without padding are planned.
     for choice in sorted((c for c in choices if fits(sum(x.fewest_words for x in c))), key=rank):
         found = [candidate.level_bits for candidate in choice]
@@ -125,9 +128,10 @@ class _Candidate(NamedTuple):
 
 
 @cache
-def _candidates(head_dim: int, offset: str | None) -> tuple[_Candidate, ...]:
-    radii = 16 * (head_dim >> deepest_level(head_dim))
-    others = plan_page(head_dim, sensible_level_bits(head_dim)[0], offset).offset_words
+def _candidates(head_dim: int, offset: str | None, radius: str) -> tuple[_Candidate, ...]:
+    layout = plan_page(head_dim, sensible_level_bits(head_dim)[0], offset, radius)
+    radii = layout.radius_width * len(layout.radius_words)
+    others = layout.num_words - layout.offset_word  # offset and anchor
     return tuple(
         _Candidate(
             bits, relative_error(bits), PAGE * (_code_bits(head_dim, bits) + radii) / 32 + others
@@ -137,7 +141,7 @@ def _candidates(head_dim: int, offset: str | None) -> tuple[_Candidate, ...]:
 
 
 def _words(part: Part, level_bits: tuple[int, ...]) -> int:
-    return plan_page(part.head_dim, level_bits, part.offset).num_words
+    return plan_page(part.head_dim, level_bits, part.offset, part.radius).num_words
 
 
 def _code_bits(head_dim: int, level_bits: tuple[int, ...]) -> int:

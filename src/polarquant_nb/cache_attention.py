@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+
 import numpy as np
 import numpy.typing as npt
 
 from polarquant_nb.arrays import widen
 from polarquant_nb.cache_state import CacheState, runs
 from polarquant_nb.exact_attention import attend_exact, merge
+from polarquant_nb.kernels.exact_cpu import add_exact
+from polarquant_nb.kernels.jit import bound
 from polarquant_nb.packed_attention import Problem, attend_packed
 from polarquant_nb.queries import Logits, Queries, bias_of
 
@@ -40,10 +45,43 @@ def attend(
         −inf for a query that sees nothing.
     """
     with np.errstate(all="ignore"):
+        if mask is None and queries.x.shape[3] == 1:
+            return _attend_last(state, queries, logits)
         exact = _attend_exact(state, queries, logits, mask)
         if not any(state.packed):
             return exact
         return merge(_attend_packed(state, queries, logits, mask), exact)
+
+
+def _attend_last(
+    state: CacheState, queries: Queries, logits: Logits
+) -> tuple[FloatArray, FloatArray]:
+    """Each row's last token to all tokens of its row, which hides none: the pages, and the rest."""
+    batch, kv_heads, group, _, head_dim = queries.x.shape
+    keys, values, kind = state.keys.exact, state.values.exact, state.kind
+    rows, width = batch * kv_heads, values.shape[-1]
+    if any(state.packed):
+        out, lse = _attend_packed(state, queries, logits, None)
+    else:
+        out = np.zeros((batch, kv_heads, group, 1, width), np.float32)
+        lse = np.full(out.shape[:-1], -np.inf, np.float32)
+    _add_exact()(
+        queries.x.reshape(rows, group, head_dim),
+        widen(keys, kind).reshape(rows, -1, head_dim),
+        widen(values, kind).reshape(rows, -1, width),
+        np.repeat(np.array(state.exact), kv_heads),
+        logits.scale,
+        logits.softcap,
+        out.reshape(rows, group, width),
+        lse.reshape(rows, group),
+    )
+    return out, lse
+
+
+@cache
+def _add_exact() -> Callable[..., None]:
+    x, n = np.zeros((1, 1, 1), np.float32), np.zeros(1, np.int64)
+    return bound(add_exact, x, x, x, n, 1.0, 0.0, x, x[0])
 
 
 def _attend_exact(
@@ -72,6 +110,12 @@ def _attend_exact(
     return out, lse
 
 
+@cache
+def _everything(shape: tuple[int, ...]) -> npt.NDArray[np.int64]:
+    """Queries that see every token, however many there are."""
+    return np.full(shape, np.iinfo(np.int64).max)
+
+
 def _columns(
     mask: FloatArray, rows: slice, columns: npt.NDArray[np.int64], seq_len: int
 ) -> FloatArray:
@@ -91,7 +135,7 @@ def _attend_packed(
         bias = bias_of(mask, queries, seq_len, seq_len - np.array(after_sinks))
     shape = batch, num_kv_heads, group, q_len
     if min(state.exact) >= state.settings.sink + q_len:  # all pages are in the past
-        visible = np.full(shape, seq_len)
+        visible = _everything(shape)
     else:
         visible = np.empty(shape, np.int64)
         visible[:] = np.array(after_sinks)[:, None, None, None] + np.arange(1 - q_len, 1)

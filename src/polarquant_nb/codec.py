@@ -48,7 +48,7 @@ __all__ = [
 
 _PAGES_PER_THREAD = 4  # a page takes some 10 µs, a thread some 50 to start
 
-Shape = tuple[int, int, int, int, int, int, int]
+Shape = tuple[int, int, int, int, int, int, int, int]
 
 
 @untraced
@@ -82,8 +82,9 @@ def encode(
     nan : {'raise', 'propagate'}
         What to do with rows that hold NaN or inf, or whose radius float16 cannot hold (65504):
         raise, naming the first; or go on.  Then the former decode to NaN and stay out of the page
-        offset, the latter are stored with the largest radius, no other row is touched, and the
-        result counts both.  On a GPU ``'raise'`` waits for the result, ``'propagate'`` does not.
+        offset, the latter are stored with the largest radius, no other row is touched (but that
+        radii of 8 bits in the page of such a long one are stored in coarser steps), and the result
+        counts both.  On a GPU ``'raise'`` waits for the result, ``'propagate'`` does not.
 
     Returns
     -------
@@ -362,7 +363,8 @@ def kernel_shape(fmt: PolarFormat, lanes: int) -> Shape:
     -------
     tuple of int
         lanes, head_dim, codes of a vector, words of a page, first word of its offset, kind of
-        offset (0 none, 1 int8, 2 float16), kind of rotation (0 none, 1 hadamard, 2 haar).
+        offset (0 none, 1 int8, 2 float16), word with the anchor of the radii (0 if there is none),
+        kind of rotation (0 none, 1 hadamard, 2 haar).
     """
     layout = fmt.layout
     return (
@@ -372,6 +374,7 @@ def kernel_shape(fmt: PolarFormat, lanes: int) -> Shape:
         layout.num_words,
         layout.offset_word,
         {None: 0, "int8": 1, "float16": 2}[fmt.offset],
+        layout.anchor_word or 0,
         {"none": 0, "hadamard": cpu.HADAMARD, "haar": cpu.HAAR}[fmt.rotation],
     )
 
@@ -383,7 +386,7 @@ Factors = tuple[npt.NDArray[Any], ...]
 def prepared(fmt: PolarFormat, analytic: bool) -> tuple[Program, Shape, Factors, Factors]:
     """Program, sizes, and the rotation's flat factors to encode and to decode with."""
     program = Program(
-        fmt.head_dim, fmt.level_bits, fmt.offset, fmt.rotation, not analytic, cpu_isa()
+        fmt.head_dim, fmt.level_bits, fmt.offset, fmt.radius, fmt.rotation, not analytic, cpu_isa()
     )
     rotation = rotation_for(fmt)
     signs, order, mix = rotation.signs.ravel(), rotation.order, rotation.mix.ravel()
@@ -454,7 +457,7 @@ def describe_saturated(
     """Which row has a radius beyond float16; of several the longest: it may have moved a mean."""
     radii = fmt.layout.read_radii(words)
     radii = radii.reshape(*x.shape[:-2], -1, fmt.num_blocks)[..., : x.shape[-2], :].max(-1)
-    saturated = [tuple(at) for at in np.argwhere(radii == np.finfo(np.float16).max).tolist()]
+    saturated = [tuple(at) for at in np.argwhere(radii >= MAX_NORM).tolist()]
     return _describe_longest(x, kind, saturated, preconditioner)
 
 

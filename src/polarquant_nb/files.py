@@ -138,7 +138,10 @@ def format_record(fmt: PolarFormat, codebooks: Codebooks) -> dict[str, Any]:
         Can be written as JSON.
     """
     fitted = None if codebooks.is_analytic else [angles.tolist() for angles in codebooks.angles]
-    return {**vars(fmt), "codebooks": fitted, "sha256": _fingerprints(fmt, codebooks)}
+    record = {**vars(fmt), "codebooks": fitted, "sha256": _fingerprints(fmt, codebooks)}
+    if fmt.radius == "float16":  # as in files from before there were others, which are read still
+        del record["radius"]
+    return record
 
 
 def read_format(record: dict[str, Any]) -> tuple[PolarFormat, Codebooks]:
@@ -259,11 +262,13 @@ def read_kind(record: dict[str, str]) -> ArrayKind:
 def _fingerprints(fmt: PolarFormat, codebooks: Codebooks) -> dict[str, str]:
     layout = fmt.layout
     rows = [(row.word, row.width, row.fields) for row in layout.code_rows]
-    places = json.dumps((rows, layout.radius_words, layout.offset_word, layout.num_words))
+    places: list[Any] = [rows, layout.radius_words, layout.offset_word, layout.num_words]
+    if layout.anchor_word is not None:
+        places += [layout.radius_width, layout.anchor_word]
     angles = b"".join(level.astype("<f4").tobytes() for level in codebooks.angles)
     return {
         "rotation": rotation_for(fmt).fingerprint,
-        "layout": hashlib.sha256(places.encode()).hexdigest(),
+        "layout": hashlib.sha256(json.dumps(places).encode()).hexdigest(),
         "codebooks": hashlib.sha256(angles).hexdigest(),
     }
 

@@ -24,6 +24,7 @@ __all__ = ["MAX_HEAD_DIM", "FormatPair", "PolarFormat", "full_depth", "integer"]
 MAX_HEAD_DIM = 576
 
 OffsetKind = Literal["int8", "float16"]
+RadiusKind = Literal["float16", "log8"]
 RotationKind = Literal["hadamard", "haar", "none"]
 
 
@@ -37,7 +38,7 @@ class PolarFormat:
         Coordinates of a vector: a multiple of 16 from 16 to 576.
     level_bits : sequence of int
         Bits (1 to 6) of the angle codes of each level, level 1 first.  L levels make blocks of
-        ``2**L`` coordinates with one float16 radius each; ``2**L`` must divide ``head_dim``.  The
+        ``2**L`` coordinates with one radius each; ``2**L`` must divide ``head_dim``.  The
         paper's setting is ``(4, 2, 2, 2)``.
     offset : {None, 'int8', 'float16'}
         Store each page's mean, and code the differences from it.  Keys carry a large, slowly
@@ -47,6 +48,10 @@ class PolarFormat:
         butterflies, a dense matrix drawn uniformly from the orthogonal group, or none.
     seed : int
         Of the rotation, 0 to 2**63 − 1.  Keys, values, layers and heads share one rotation.
+    radius : {'float16', 'log8'}
+        How radii are stored: as float16, or as 8 bits each and 16 for their page.  The 8 bits
+        are steps of 1/128 octave where the page's largest radius is less than four times its
+        smallest, and of twice as much whenever there are twice as many octaves between these.
 
     Raises
     ------
@@ -71,6 +76,7 @@ class PolarFormat:
     offset: OffsetKind | None = None
     rotation: RotationKind = "hadamard"
     seed: int = 0
+    radius: RadiusKind = "float16"
 
     def __post_init__(self) -> None:
         head_dim = integer("head_dim", self.head_dim)
@@ -103,12 +109,18 @@ class PolarFormat:
         seed = integer("seed", self.seed)
         if not 0 <= seed < 2**63:
             raise ValueError(f"seed is {seed}; it must be in 0..2**63 - 1")
+        if self.radius not in ("float16", "log8"):
+            raise ValueError(f"radius is {self.radius!r}; it must be 'float16' or 'log8'")
         for name, value in (("head_dim", head_dim), ("level_bits", bits), ("seed", seed)):
             object.__setattr__(self, name, value)
 
     @staticmethod
     def for_budget(
-        head_dim: int, bits_per_value: float, role: Literal["key", "value"] = "key"
+        head_dim: int,
+        bits_per_value: float,
+        role: Literal["key", "value"] = "key",
+        *,
+        radius: RadiusKind = "float16",
     ) -> PolarFormat:
         """The format of the smallest expected error within a budget.
 
@@ -124,6 +136,8 @@ class PolarFormat:
             and, for keys, the offset.
         role : {'key', 'value'}
             Keys store their page offset in int8, values have none.
+        radius : {'float16', 'log8'}
+            How radii are stored.
 
         Returns
         -------
@@ -135,8 +149,8 @@ class PolarFormat:
         TypeError
             If an argument has the wrong type.
         ValueError
-            If ``head_dim`` or ``role`` is not supported, or no format is as small as the budget;
-            the message names the smallest.
+            If ``head_dim``, ``role`` or ``radius`` is not supported, or no format is as small as
+            the budget; the message names the smallest.
 
         Examples
         --------
@@ -146,9 +160,9 @@ class PolarFormat:
         """
         if role not in ("key", "value"):
             raise ValueError(f"role is {role!r}; it must be 'key' or 'value'")
-        smallest = _smallest(head_dim, role)
+        smallest = _smallest(head_dim, role, radius)
         budget = _budget(bits_per_value, smallest)
-        found = best_level_bits([Part(smallest.head_dim, smallest.offset)], budget)
+        found = best_level_bits([_part(smallest)], budget)
         return replace(smallest, level_bits=found[0])
 
     @property
@@ -163,13 +177,13 @@ class PolarFormat:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks, and so float16 radii, of a vector."""
+        """Blocks, and so radii, of a vector."""
         return self.head_dim // self.block_size
 
     @property
     def layout(self) -> PageLayout:
         """Where the codes of a page are."""
-        return plan_page(self.head_dim, self.level_bits, self.offset)
+        return plan_page(self.head_dim, self.level_bits, self.offset, self.radius)
 
     @property
     def page_nbytes(self) -> int:
@@ -183,7 +197,10 @@ class PolarFormat:
 
     @property
     def relative_error(self) -> float:
-        """Closed form of E‖x − x̂‖²/‖x‖², of x − μ where there is an offset: 2(1 − ∏ρ_ℓ)."""
+        """Closed form of E‖x − x̂‖²/‖x‖², of x − μ where there is an offset: 2(1 − ∏ρ_ℓ).
+
+        It takes radii to be exact.
+        """
         return relative_error(self.level_bits)
 
 
@@ -207,6 +224,7 @@ class FormatPair:
         value_head_dim: int | None = None,
         *,
         key_weight: float = KEY_WEIGHT,
+        radius: RadiusKind = "float16",
     ) -> FormatPair:
         """The formats of the smallest expected error whose mean is within a budget.
 
@@ -225,6 +243,8 @@ class FormatPair:
             How many times the error of keys counts that of values, above 0.  Models differ: 6 is
             cautious, for keys that are hard to quantise; on SmolLM2-135M 3 is best
             (``docs/explanation/accuracy.md``).
+        radius : {'float16', 'log8'}
+            How radii of keys and values are stored.
 
         Returns
         -------
@@ -236,8 +256,8 @@ class FormatPair:
         TypeError
             If an argument has the wrong type.
         ValueError
-            If a head_dim or ``key_weight`` is not supported, or no pair is as small as the budget;
-            the message names the smallest.
+            If a head_dim, ``key_weight`` or ``radius`` is not supported, or no pair is as small as
+            the budget; the message names the smallest.
 
         Examples
         --------
@@ -246,14 +266,14 @@ class FormatPair:
         ((5, 3, 3, 3, 3, 3, 3), (3, 2, 1, 1, 1, 1, 1), 3.2822265625)
         """
         smallest = FormatPair(
-            _smallest(head_dim, "key"),
-            _smallest(head_dim if value_head_dim is None else value_head_dim, "value"),
+            _smallest(head_dim, "key", radius),
+            _smallest(head_dim if value_head_dim is None else value_head_dim, "value", radius),
         )
         weight = _number("key_weight", key_weight)
         if not 0 < weight < inf:
             raise ValueError(f"key_weight is {key_weight}; it must be above 0 and finite")
         keys, values = smallest.keys, smallest.values
-        parts = [Part(keys.head_dim, keys.offset, weight), Part(values.head_dim, values.offset)]
+        parts = [_part(keys, weight), _part(values)]
         found = best_level_bits(parts, _budget(bits_per_value, smallest))
         return FormatPair(replace(keys, level_bits=found[0]), replace(values, level_bits=found[1]))
 
@@ -308,11 +328,15 @@ def integer(name: str, value: object) -> int:
         raise TypeError(f"{name} is {value!r}; it must be an int") from None
 
 
-def _smallest(head_dim: int, role: str) -> PolarFormat:
-    """The format of the fewest bits for a budget; raises if head_dim is not supported."""
+def _smallest(head_dim: int, role: str, radius: RadiusKind) -> PolarFormat:
+    """The format of the fewest bits for a budget; raises if an argument is not supported."""
     offset: OffsetKind | None = "int8" if role == "key" else None
-    fmt = PolarFormat(head_dim, (1,), offset=offset)
+    fmt = PolarFormat(head_dim, (1,), offset=offset, radius=radius)
     return replace(fmt, level_bits=sensible_level_bits(fmt.head_dim)[0])
+
+
+def _part(fmt: PolarFormat, weight: float = 1.0) -> Part:
+    return Part(fmt.head_dim, fmt.offset, fmt.radius, weight)
 
 
 def _budget(bits_per_value: object, smallest: PolarFormat | FormatPair) -> float:

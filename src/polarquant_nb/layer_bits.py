@@ -121,6 +121,8 @@ def expected_kl(measured: Sequence[tuple[float, float]], relative_error: float) 
 def chain(head_dim: int, role: Literal["key", "value"]) -> tuple[PolarFormat, ...]:
     """The formats that bits are allotted from.
 
+    Their radii are of 8 bits, which costs nothing that shows (``docs/explanation/accuracy.md``).
+
     Parameters
     ----------
     head_dim : int
@@ -139,7 +141,9 @@ def chain(head_dim: int, role: Literal["key", "value"]) -> tuple[PolarFormat, ..
         If ``head_dim`` is not supported.
     """
     offset: Literal["int8"] | None = "int8" if role == "key" else None
-    formats = [PolarFormat(head_dim, full_depth(head_dim, *bits), offset) for bits in _CHAIN]
+    formats = [
+        PolarFormat(head_dim, full_depth(head_dim, *bits), offset, radius="log8") for bits in _CHAIN
+    ]
     kept: list[PolarFormat] = []
     for fmt in sorted(formats, key=lambda fmt: (fmt.page_nbytes, fmt.relative_error)):
         if not kept or fmt.relative_error < kept[-1].relative_error:

@@ -236,6 +236,7 @@ def _scratch(name: str, size: int) -> FloatArray:
     return kept
 
 
+@cache
 def _no_bias(rows: int, n: int) -> Bias:
     return Bias(np.empty(0, np.float32), np.zeros((rows, n), np.int64), 0)
 
@@ -314,7 +315,7 @@ def _weigh_block(
 @cache
 def _bare_program() -> GroupProgram:
     """For kernels that depend on no format, only on the instruction set; one query at a time."""
-    return Program(16, (1,), None, "none", False, cpu_isa()).for_queries(1)
+    return Program(16, (1,), None, "float16", "none", False, cpu_isa()).for_queries(1)
 
 
 def _decoded(row: PackedRows, start: int, stop: int) -> FloatArray:

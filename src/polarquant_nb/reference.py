@@ -29,6 +29,7 @@ __all__ = [
     "inverse_polar_transform",
     "page_offsets",
     "polar_transform",
+    "round_radii",
 ]
 
 FloatArray = npt.NDArray[np.float64]
@@ -42,14 +43,14 @@ class ReferenceCodes:
     ----------
     codes : list of ndarray of int64
         Per level ℓ, ``(..., seq_len, head_dim / 2**ℓ)``.
-    radii : ndarray of float16, shape ``(..., seq_len, num_blocks)``
-        Block norms.
+    radii : ndarray of float16 or float64, shape ``(..., seq_len, num_blocks)``
+        Block norms, rounded as the format stores them.
     offsets : ndarray of float64, shape ``(..., num_pages, head_dim)``, or None
         Page means as they are stored, in rotated space.
     """
 
     codes: list[npt.NDArray[np.int64]]
-    radii: npt.NDArray[np.float16]
+    radii: npt.NDArray[np.float16] | FloatArray
     offsets: FloatArray | None
 
 
@@ -137,6 +138,39 @@ def page_offsets(r: FloatArray, fmt: PolarFormat) -> FloatArray:
     return codes * scale
 
 
+def round_radii(radii: FloatArray) -> FloatArray:
+    """Radii as 8 bits of each and an anchor of each page give them back.
+
+    A radius is rounded to one of 128 numbers in an octave, 1 + i/128 times a power of two, or, if a
+    page's 254 codes do not reach from its smallest radius to its largest, to every second of them,
+    every fourth, and so on.  Below 2⁻⁴⁶ it is 0.
+
+    Parameters
+    ----------
+    radii : ndarray of float64, shape ``(..., seq_len, num_blocks)``
+        Block norms, finite.
+
+    Returns
+    -------
+    ndarray of float64, of the same shape
+        Block norms as they are stored.
+    """
+    rounded = np.zeros_like(radii)
+    for row in np.ndindex(radii.shape[:-2]):
+        for start in range(0, radii.shape[-2], PAGE):
+            page = radii[row][start : start + PAGE]
+            stored = page >= 2.0**-46
+            mantissas, exponents = np.frexp(page[stored])  # mantissas are in [½, 1)
+            numbers = 128 * (exponents + 46) + 128 * (2 * mantissas - 1)
+            for step in (1, 2, 4, 8, 16, 32):
+                codes = np.floor(numbers / step + 0.5)
+                if not stored.any() or codes.max() - codes.min() < 254:
+                    break
+            octaves, numbers = np.divmod(codes * step, 128)
+            rounded[row][start : start + PAGE][stored] = (1 + numbers / 128) * 2 ** (octaves - 47)
+    return rounded
+
+
 def encode(
     x: npt.ArrayLike, fmt: PolarFormat, codebooks: Sequence[npt.ArrayLike] | None = None
 ) -> ReferenceCodes:
@@ -154,7 +188,7 @@ def encode(
     Returns
     -------
     ReferenceCodes
-        Codes, float16 radii and offsets.
+        Codes, rounded radii and offsets.
     """
     r = rotation_for(fmt).apply(x)
     offsets = None
@@ -168,13 +202,14 @@ def encode(
         if level == 1:
             distance = np.minimum(distance, 2 * np.pi - distance)
         codes.append(distance.argmin(-1))
-    return ReferenceCodes(codes, radii.astype(np.float16), offsets)
+    stored = radii.astype(np.float16) if fmt.radius == "float16" else round_radii(radii)
+    return ReferenceCodes(codes, stored, offsets)
 
 
 def decode(
     encoded: ReferenceCodes, fmt: PolarFormat, codebooks: Sequence[npt.ArrayLike] | None = None
 ) -> FloatArray:
-    """Vectors from codes, float16 radii and offsets.
+    """Vectors from codes, radii and offsets.
 
     Parameters
     ----------

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-import sys
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +15,7 @@ from polarquant_nb.formats import FormatPair
 from polarquant_nb.hf.chunks import attend_chunk
 from polarquant_nb.hf.columns import Columns, leading_padding, token_mask
 from polarquant_nb.hf.handle import Counts, Handle, HandlePair
+from polarquant_nb.hf.heap import give_back_at_times
 from polarquant_nb.hf.versions import query_length, tokens_to_remove
 from polarquant_nb.online import OnlinePreconditioner
 
@@ -211,7 +210,7 @@ class PolarLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         cache.append(k, v, padding, q=q if wants_queries else None)
         self._cache, self._columns = cache, self._columns.appended(k.shape[2], padding)
         if k.shape[2] >= _MANY:
-            _give_back_memory()
+            give_back_at_times()
 
     def attend(
         self,
@@ -426,19 +425,3 @@ class PolarLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             Handle(pair, 0, (*shape, k_dim), self._dtypes[0], k),
             Handle(pair, 1, (*shape, v_dim), self._dtypes[1], v),
         )
-
-
-def _give_back_memory() -> None:
-    """Return what is free to the system, where malloc has a function for it (glibc).
-
-    Pages, which stay, are allocated among the temporaries of a prefill, which are large and go.
-    glibc finds no use for the holes, and the process would grow with every layer.
-    """
-    trim = getattr(_libc(), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
-@cache
-def _libc() -> Any:
-    return ctypes.CDLL(None) if sys.platform == "linux" else None

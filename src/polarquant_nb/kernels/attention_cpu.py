@@ -85,7 +85,7 @@ def weigh_keys(program, codec, shape, sizes, queries, keys, starts, lengths, tab
         Range of items.
     """
     group, groups, ranges, range_pages, span_pages = shape
-    lanes, d, _, _, offset_word, offset_kind, _ = sizes
+    lanes, d, _, _, offset_word, offset_kind, _, _ = sizes
     all_signs, order, mix, dense, cosines, pairs = tables
     stride = span_pages * PAGE + 16
     columns, flat = starts.shape[1], starts.reshape(starts.size)
@@ -182,7 +182,7 @@ def add_values(program, shape, sizes, values, starts, lengths, tables, span, S, 
     Parameters are those of :func:`weigh_keys`, of the values.
     """
     group, groups, ranges, range_pages, span_pages = shape
-    lanes, d, _, _, offset_word, offset_kind, _ = sizes
+    lanes, d, _, _, offset_word, offset_kind, _, _ = sizes
     _, _, _, _, cosines, pairs = tables
     stride = span_pages * PAGE + 16
     columns, flat = starts.shape[1], starts.reshape(starts.size)
@@ -282,7 +282,7 @@ def merge_ranges(program, codec, shape, sizes, tables, sums, top, totals, out, l
     sees nothing gets zeros and −∞.  ``sums`` are changed.
     """
     group, groups, ranges, _, _ = shape
-    lanes, d, _, _, _, _, _ = sizes
+    lanes, d, _, _, _, _, _, _ = sizes
     all_signs, order, mix, dense, _, _ = tables
     size = d * group * lanes
     weights, best = np.empty(group, np.float32), np.empty(group, np.float32)

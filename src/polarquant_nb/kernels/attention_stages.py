@@ -17,7 +17,7 @@ from typing import Any
 from polarquant_nb.codebooks import TABLE
 from polarquant_nb.kernels.jit import GroupProgram
 from polarquant_nb.kernels.lanes import Index, Vector, stage
-from polarquant_nb.kernels.polar import half_to_float_lanes, page_layout
+from polarquant_nb.kernels.polar import page_layout, radius_reader
 from polarquant_nb.layout import PAGE, Row
 
 __all__ = [
@@ -128,10 +128,10 @@ def score_tile(
             second = L.splat(queries, q * program.head_dim + 2 * i + 1)
             scores[q] = L.fma(first, x, L.fma(second, y, scores[q]))
 
-    for j, word in enumerate(page_layout(program).radius_words):
-        L.prefetch(words, ahead + word, lane, 16)
-        radius = half_to_float_lanes(L, L.load_lanes(words, page + word, lane, 16))
-        walk(len(program.level_bits), j, radius)
+    layout, radius = page_layout(program), radius_reader(L, program, words, page, lane)
+    for j, word in enumerate(layout.radius_words):
+        L.prefetch(words, ahead + word, lane, layout.radius_width)
+        walk(len(program.level_bits), j, radius(word))
     for q in range(program.group):
         L.store(S, s + stride * q, scores[q])
 
@@ -257,11 +257,12 @@ def value_radii(
         walk(level - 1, 2 * i, r * L.lookup(cosines, table, bits, index))
         walk(level - 1, 2 * i + 1, r * L.lookup(cosines, table + TABLE, bits, index))
 
-    layout = page_layout(program)
+    layout, radius = page_layout(program), radius_reader(L, program, words, page, lane, live)
+    if layout.anchor_word is not None:
+        L.prefetch(words, ahead + layout.anchor_word, 0, 32)
     for j, word in enumerate(layout.radius_words):
-        L.prefetch(words, ahead + word, lane, 16)
-        half = L.load_lanes(words, page + word, lane, 16) & L.load(live, 0)
-        walk(len(program.level_bits), j, half_to_float_lanes(L, half))
+        L.prefetch(words, ahead + word, lane, layout.radius_width)
+        walk(len(program.level_bits), j, radius(word))
 
 
 @stage

@@ -37,6 +37,7 @@ from polarquant_nb.kernels.polar import (
     widen_bfloat,
     widen_half,
 )
+from polarquant_nb.kernels.radius_codes import choose_anchor, radius_range, store_radius_codes
 from polarquant_nb.layout import PAGE
 
 __all__ = ["BFLOAT", "FLOAT", "HALF", "decode_pages", "encode_pages", "row_signs"]
@@ -83,12 +84,14 @@ def encode_pages(program, shape, source, kind, direct, bases, strides, seq_len, 
     counts : array of int64, shape ``(2,)``
         Increased by the number of rows that are not finite, and of saturated rows.
     """
-    lanes, d, num_nodes, page_words, offset_word, offset_kind, rotation = shape
+    lanes, d, num_nodes, page_words, offset_word, offset_kind, anchor_word, rotation = shape
     all_signs, order, mix, dense, thresholds = tables
     T, U = np.empty(d * lanes, np.float32), np.empty(d * lanes, np.float32)
     rows = np.empty(d * PAGE, np.float32)
     codes = np.empty(num_nodes * lanes, np.uint32)
     R = np.empty(d // 2 * lanes, np.float32)
+    radii = np.zeros(d // 2 * PAGE if anchor_word else 0, np.uint32)
+    extremes, anchor = np.empty(2 * lanes, np.uint32), np.empty(lanes, np.uint32)
     bad = np.empty(PAGE, np.float32)
     live = np.empty(lanes, np.uint32)
     offset = np.zeros(d, np.float32)
@@ -103,6 +106,7 @@ def encode_pages(program, shape, source, kind, direct, bases, strides, seq_len, 
         bad[:] = np.float32(0)
         if tokens < PAGE:
             words[word : word + page_words] = np.uint32(0)
+            radii[:] = np.uint32(0)
         # the page's rows: in place, or copied where they are not float32 or not all there
         if direct.size and tokens == PAGE:
             X, index, stride = direct, base, strides[0]
@@ -140,7 +144,7 @@ def encode_pages(program, shape, source, kind, direct, bases, strides, seq_len, 
                 for b in range(d // 16):
                     tree_block(program, b, Z, offset, thresholds, codes, R)
                 upper_tree(program, thresholds, codes, R)
-                store_radii(program, R, bad, live, words, word, lane, events)
+                store_radii(program, R, bad, live, words, word, lane, radii, events)
                 pack(program, codes, live, words, word, lane)
             # a row too long to store must not spoil the others' offset: once more without it
             saturated = False
@@ -150,6 +154,15 @@ def encode_pages(program, shape, source, kind, direct, bases, strides, seq_len, 
                 break
             without_long_rows = True
             events[:] = before
+        if anchor_word:
+            radius_range(program, radii, extremes)
+            for t in range(1, lanes):
+                extremes[0] = min(extremes[0], extremes[t])
+                extremes[lanes] = max(extremes[lanes], extremes[lanes + t])
+            choose_anchor(program, extremes, anchor)
+            scale = words[word + anchor_word] if offset_kind == 1 else np.uint32(0)
+            words[word + anchor_word] = anchor[0] << np.uint32(16) | scale & np.uint32(0xFFFF)
+            store_radius_codes(program, radii, words, word)
     for t in range(16):
         counts[0] += np.int64(events[t])
         counts[1] += np.int64(events[16 + t])
@@ -190,7 +203,7 @@ def decode_pages(program, shape, words, starts, tables, target, kind, direct, be
     first, last : int
         Range of pages, counted over rows and then the pages that the tokens touch.
     """
-    lanes, d, num_nodes, _, offset_word, offset_kind, rotation = shape
+    lanes, d, num_nodes, _, offset_word, offset_kind, _, rotation = shape
     all_signs, order, mix, dense, cosines = tables
     T, U = np.empty(d * lanes, np.float32), np.empty(d * lanes, np.float32)
     rows = np.empty(d * lanes, np.float32)

@@ -16,6 +16,7 @@ from polarquant_nb.codebooks import TABLE
 from polarquant_nb.kernels.array_lanes import Index, Vector
 from polarquant_nb.kernels.jit import Program
 from polarquant_nb.kernels.polar import page_layout
+from polarquant_nb.kernels.radius_codes import code_reader
 
 __all__ = [
     "LOG2_E",
@@ -142,8 +143,11 @@ def stage_token(
         walk(level - 1, 2 * i, r * L.lookup(cosines, table, width, code))
         walk(level - 1, 2 * i + 1, r * L.lookup(cosines, table + TABLE, width, code))
 
+    widen = L.widen_half
+    if layout.anchor_word is not None:
+        widen = code_reader(L, words, page + layout.anchor_word)
     for j, word in enumerate(layout.radius_words):
-        radius = L.widen_half(L.load_lanes(words, page + word, token, 16))
+        radius = widen(L.load_lanes(words, page + word, token, layout.radius_width))
         walk(len(program.level_bits), j, L.choose(live, radius, L.f(0.0)))
     for run in range(plan.num_runs):
         stored = plan._stored(run)

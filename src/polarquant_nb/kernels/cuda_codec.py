@@ -106,7 +106,7 @@ def make_encode(program: Program, element: str, threads: int = THREADS) -> Calla
     EVENTS, LIVE = 2 * N, N
     PAGE_WORDS, OFFSET_WORD = layout.num_words, layout.offset_word
     OFFSET, HADAMARD = program.offset is not None, program.rotation == "hadamard"
-    HAAR = program.rotation == "haar"
+    HAAR, ANCHOR = program.rotation == "haar", layout.anchor_word is not None
 
     stage = partial(device_stage, program=program, stride=N)
 
@@ -123,6 +123,8 @@ def make_encode(program: Program, element: str, threads: int = THREADS) -> Calla
     judge_row = stage(stages.judge_row, element=element)
     divide, round_offset = stage(stages.divide_sum), stage(stages.round_offset)
     offset_value = stage(stages.offset_value)
+    start_range = stage(stages.start_range)
+    choose_anchor = stage(stages.choose_anchor, lanes=LANES)
 
     def encode_pages(source, words, starts, signs, order, mix, dense, thresholds, events, seq_len,
                      pages_per_row, heads, inner, outer_stride, inner_stride, token_stride,
@@ -139,6 +141,7 @@ def make_encode(program: Program, element: str, threads: int = THREADS) -> Calla
         bad = cuda.shared.array(BAD, float32, alignment=ALIGNMENT)
         live = cuda.shared.array(LIVE, uint32, alignment=ALIGNMENT)
         counts = cuda.shared.array(EVENTS, uint32, alignment=ALIGNMENT)
+        extremes = cuda.shared.array(EVENTS if ANCHOR else 1, uint32, alignment=ALIGNMENT)
         sums = cuda.shared.array(D, float32, alignment=ALIGNMENT)
         offset = cuda.shared.array(D, float32, alignment=ALIGNMENT)
         good = cuda.shared.array(PAGE, uint32, alignment=ALIGNMENT)
@@ -157,12 +160,16 @@ def make_encode(program: Program, element: str, threads: int = THREADS) -> Calla
                 words[word + i] = uint32(0)
         for i in range(thread, EVENTS, step):
             counts[i] = uint32(0)
+        if ANCHOR and piece == 0:
+            start_range(lane, extremes)
         if OFFSET and frozen:
             for i in range(thread, D, step):
                 offset_value(0, words, word + OFFSET_WORD, i, offset)
         # the mean is rotated as tokens are, as the first lane of a tile of its own
         begin = -LANES if OFFSET and not frozen else 0
         tile_start, without_long_rows = begin, 0
+        # what 8-bit radii become depends on all of a page's: a first pass sees their range
+        measuring = ANCHOR
         while True:
             cuda.syncthreads()
             if OFFSET and tile_start < 0:
@@ -223,7 +230,7 @@ def make_encode(program: Program, element: str, threads: int = THREADS) -> Calla
                 cuda.syncthreads()
                 if piece == 0:
                     upper_tree(lane, thresholds, C, R)
-                    store_radii(lane, R, bad, live, words, word, tile_start, counts)
+                    store_radii(lane, R, bad, live, words, word, tile_start, counts, extremes)
                 cuda.syncthreads()
                 pack_rows(lane, piece, live, C, words, word, tile_start)
             tile_start += LANES
@@ -231,13 +238,20 @@ def make_encode(program: Program, element: str, threads: int = THREADS) -> Calla
                 saturated = 0
                 for t in range(LANES):
                     saturated += int(counts[N + t])
-                if not OFFSET or frozen or without_long_rows or saturated == 0:
+                if OFFSET and not frozen and not without_long_rows and saturated > 0:
+                    # a row too long to store must not spoil the others' offset: again without it
+                    tile_start, without_long_rows = begin, 1
+                elif ANCHOR and measuring:
+                    tile_start, measuring = 0, False
+                    if thread == 0:
+                        choose_anchor(0, extremes, words, word)
+                else:
                     break
-                # a row too long to store must not spoil the others' offset: again without it
-                tile_start, without_long_rows = begin, 1
                 cuda.syncthreads()
                 for i in range(thread, EVENTS, step):
                     counts[i] = uint32(0)
+                if ANCHOR and piece == 0:
+                    start_range(lane, extremes)
         if thread < 2:
             total = 0
             for t in range(LANES):

@@ -291,8 +291,10 @@ def program_of(fmt: Any, analytic: bool = True, *, bare: bool = False) -> Progra
     Program
         Equal for equal code.
     """
-    bits, offset = ((1,), None) if bare else (fmt.level_bits, fmt.offset)
-    return Program(fmt.head_dim, bits, offset, fmt.rotation, not (analytic or bare), "portable")
+    bits, offset, radius = fmt.level_bits, fmt.offset, fmt.radius
+    if bare:
+        bits, offset, radius, analytic = (1,), None, "float16", True
+    return Program(fmt.head_dim, bits, offset, radius, fmt.rotation, not analytic, "portable")
 
 
 def _title(spec: KernelSpec, name: str) -> str:

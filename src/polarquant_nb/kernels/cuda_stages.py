@@ -13,9 +13,12 @@ from typing import Any
 from polarquant_nb.kernels import polar
 from polarquant_nb.kernels.array_lanes import Index, Vector
 from polarquant_nb.kernels.jit import Program
+from polarquant_nb.kernels.radius_codes import anchor_of, code_writer, empty_range, widen_range
+from polarquant_nb.radii import NAN_BITS
 
 __all__ = [
     "begin_second_round",
+    "choose_anchor",
     "divide_sum",
     "end_rotation",
     "finish_rows",
@@ -29,6 +32,7 @@ __all__ = [
     "round_offset",
     "start_block",
     "start_leaves",
+    "start_range",
     "store_radii",
     "store_tile",
     "sum_column",
@@ -340,22 +344,60 @@ def _dealt_out(L: Any, piece: Index, pieces: int, rows: Any, work: Any) -> None:
         L.when_equal(piece, k, lambda k=k: work(rows[k::pieces]))
 
 
+def start_range(L: Any, program: Program, extremes: Any) -> None:
+    """No radius is known of a lane's yet."""
+    for k, end in enumerate(empty_range(L)):
+        L.store(extremes, k * L.n, end)
+
+
+def choose_anchor(
+    L: Any, program: Program, extremes: Any, words: Any, page: Index, *, lanes: int
+) -> None:
+    """The anchor of a page from the extremes of all lanes, to its place."""
+
+    def compare(t: Index, best: list[Vector]) -> list[Vector]:
+        least, greatest = L.splat(extremes, t), L.splat(extremes, t + L.n)
+        least = L.where(best[0] >= least, least, best[0])
+        return [least, L.where(greatest >= best[1], greatest, best[1])]
+
+    anchor = anchor_of(L, L.loop(lanes, empty_range(L), compare)) << L.u(16)
+    at = page + polar.page_layout(program).anchor_word
+    scale = L.splat(words, at) & L.u(0xFFFF) if program.offset == "int8" else L.u(0)
+    L.put(words, at, anchor | scale)
+
+
 def store_radii(
     L: Any, program: Program, R: Any, bad: Any, live: Any, words: Any, page: Index, lane: Index,
-    counts: Any, *, pieces: int,
+    counts: Any, extremes: Any, *, pieces: int,
 ) -> None:  # fmt: skip
-    """``polar.store_radii``; ``bad`` has a vector for each piece, ``counts`` two vectors."""
+    """``polar.store_radii``; ``bad`` has a vector for each piece, ``counts`` two vectors.
+
+    Radii of 8 bits are stored by the anchor that the page has, and ``extremes`` widened to them.
+    """
+    layout = polar.page_layout(program)
     nan = L.f(0.0)
     for piece in range(pieces):
         nan = nan + L.load(bad, piece * L.n)
     finite, within = nan <= L.f(0.0), nan <= L.f(0.0)
-    for j, word in enumerate(polar.page_layout(program).radius_words):
+    if layout.anchor_word is not None:
+        code_of = code_writer(L, words, page + layout.anchor_word)
+        found = [L.load(extremes, 0), L.load(extremes, L.n)]
+    for j, word in enumerate(layout.radius_words):
         r = L.sqrt(L.load(R, j * L.n))
         fits = r <= L.f(polar.MAX_RADIUS)
         within = within & fits
-        half = polar._float_to_half(L, L.where(fits, r, L.f(polar.MAX_RADIUS)))
+        r = L.where(fits, r, L.f(polar.MAX_RADIUS))
+        if layout.anchor_word is not None:
+            bits = L.where(finite, L.as_uint(r), L.u(NAN_BITS)) & L.load(live, 0)
+            found = widen_range(L, found, bits)
+            L.store_lanes(words, page + word, lane, 8, code_of(bits))
+            continue
+        half = polar._float_to_half(L, r)
         half = L.where(finite, half, L.u(0x7E00)) & L.load(live, 0)
         L.store_lanes(words, page + word, lane, 16, half)
+    if layout.anchor_word is not None:
+        for k, end in enumerate(found):
+            L.store(extremes, k * L.n, end)
     one = L.u(1) & L.load(live, 0)
     for start, event in ((0, ~finite), (L.n, finite ^ within)):
         before = L.load(counts, start)

@@ -126,6 +126,8 @@ class Program:
         Bits of each level's codes.
     offset : {None, 'int8', 'float16'}
         Page offset.
+    radius : {'float16', 'log8'}
+        Radii.
     rotation : {'hadamard', 'haar', 'none'}
         Kind of rotation.
     fitted : bool
@@ -137,6 +139,7 @@ class Program:
     head_dim: int
     level_bits: tuple[int, ...]
     offset: str | None
+    radius: str
     rotation: str
     fitted: bool
     isa: ISA

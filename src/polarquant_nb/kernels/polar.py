@@ -18,6 +18,8 @@ boundary belongs to the cell nearer the axis it was folded to, and zero counts a
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from math import pi
 from typing import Any
 
@@ -27,7 +29,9 @@ from polarquant_nb.codebooks import TABLE
 from polarquant_nb.densities import codeword_angles
 from polarquant_nb.kernels.jit import Program
 from polarquant_nb.kernels.lanes import Index, Mask, Vector, stage
+from polarquant_nb.kernels.radius_codes import code_reader
 from polarquant_nb.layout import PAGE, PageLayout, plan_page
+from polarquant_nb.radii import NAN_BITS
 
 __all__ = [
     "MAX_RADIUS",
@@ -43,6 +47,7 @@ __all__ = [
     "narrow_half",
     "pack",
     "page_layout",
+    "radius_reader",
     "rotate_row",
     "store_block",
     "store_radii",
@@ -437,11 +442,8 @@ def fitted_code(
 def descend(L: Any, program: Program, words: Any, page: Index, lane: Index, cosines: Any,
             codes: Any, R: Any) -> None:  # fmt: skip
     """Radii from the block radii of a page down to blocks of 16 coordinates (or the format's)."""
-    layout = page_layout(program)
-    r = [
-        half_to_float_lanes(L, L.load_lanes(words, page + word, lane, 16))
-        for word in layout.radius_words
-    ]
+    layout, radius = page_layout(program), radius_reader(L, program, words, page, lane)
+    r = [radius(word) for word in layout.radius_words]
     for level in range(len(program.level_bits), 4, -1):
         r = _split(L, program, level, r, codes, layout.level_start[level - 1], cosines)
     for j, radius in enumerate(r):
@@ -511,9 +513,9 @@ def unpack(L: Any, program: Program, words: Any, page: Index, lane: Index, codes
 @stage
 def store_radii(
     L: Any, program: Program, R: Any, bad: Any, live: Any, words: Any, page: Index, lane: Index,
-    counts: Any,
+    radii: Any, counts: Any,
 ) -> None:  # fmt: skip
-    """Square roots of the squared block radii, as float16.
+    """Square roots of the squared block radii, as float16; or their bits to ``radii``.
 
     Radii that float16 cannot hold become its largest value; rows that are not finite become NaN.
     ``counts`` counts, per lane, rows that are not finite and (from element 16) saturated rows.
@@ -524,13 +526,34 @@ def store_radii(
         r = L.sqrt(L.load(R, j * L.n))
         fits = r <= L.f(MAX_RADIUS)
         within = within & fits
-        half = _float_to_half(L, L.where(fits, r, L.f(MAX_RADIUS)))
+        r = L.where(fits, r, L.f(MAX_RADIUS))
+        if program.radius == "log8":
+            bits = L.where(finite, L.as_uint(r), L.u(NAN_BITS)) & L.load(live, 0)
+            L.store(radii, lane + j * PAGE, bits)
+            continue
+        half = _float_to_half(L, r)
         half = L.where(finite, half, L.u(0x7E00)) & L.load(live, 0)
         L.store_lanes(words, page + word, lane, 16, half)
     one = L.u(1) & L.load(live, 0)
     for start, event in ((0, ~finite), (16, finite ^ within)):
         before = L.load(counts, start)
         L.store(counts, start, L.where(event, before + one, before))
+
+
+def radius_reader(
+    L: Any, program: Program, words: Any, page: Index, lane: Index, live: Any = None
+) -> Callable[[int], Vector]:
+    """Reader of a tile's radii, by the row's first word; 0 in lanes that are not ``live``."""
+    layout = page_layout(program)
+    widen: Callable[[Vector], Vector] = partial(half_to_float_lanes, L)
+    if layout.anchor_word is not None:
+        widen = code_reader(L, words, page + layout.anchor_word)
+
+    def read(word: int) -> Vector:
+        stored = L.load_lanes(words, page + word, lane, layout.radius_width)
+        return widen(stored if live is None else stored & L.load(live, 0))
+
+    return read
 
 
 @stage
@@ -614,7 +637,7 @@ def half_to_float_lanes(L: Any, half: Vector) -> Vector:
 
 def page_layout(program: Any) -> PageLayout:
     """The layout of a program's pages."""
-    return plan_page(program.head_dim, program.level_bits, program.offset)
+    return plan_page(program.head_dim, program.level_bits, program.offset, program.radius)
 
 
 def _signed_half_to_float(L: Any, half: Vector) -> Vector:
