@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tracemalloc
+from dataclasses import replace
 from math import pi
 
 import numpy as np
@@ -127,6 +128,7 @@ def test_datasets_say_what_they_hold(gaussian, captured):
             "head_dim": 64,
             "level_bits": [5, 4, 4, 4, 4, 4],
             "offset": "int8",
+            "radius": "float16",
             "rotation": "hadamard",
             "rotation_seed": 0,
         }
@@ -208,6 +210,10 @@ def test_rate_distortion_names_formats(gaussian):
         one = analysis.distortion(gaussian, fmt)
         for name in one:
             assert float(table[name][i]) == float(one[name])
+    assert table.radius.values.tolist() == ["float16"] * 3
+    short = analysis.rate_distortion(gaussian, [replace(FMT, radius="log8")])
+    assert short.format.values.tolist() == ["4,5 log8 radii"]
+    assert short.bits_per_value[0] < table.bits_per_value[0]
     named = analysis.rate_distortion(gaussian, {"a": FMT, "b": FMT})
     assert named.format.values.tolist() == ["a", "b"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import numpy as np
@@ -58,13 +59,19 @@ class Table(HTMLParser):
             assert width == pytest.approx(100 * count / nbytes, abs=0.006)
 
 
-@pytest.mark.parametrize("fmt", [SMALL, SMALL_OFFSET], ids=["plain", "offset"])
+@pytest.mark.parametrize(
+    "fmt",
+    [SMALL, SMALL_OFFSET, replace(SMALL, radius="log8")],
+    ids=["plain", "offset", "8-bit radii"],
+)
 def test_pages(fmt):
     pages = pq.encode(gaussian(2, TOKENS, 64), fmt)
     table = Table(pages._repr_html_())
     table.check("PolarPages", pages.nbytes)
     num_pages = 2 * -(-TOKENS // 128)
     expected = {"radii": 2 * 128 * fmt.num_blocks * num_pages}
+    if fmt.radius == "log8":  # and a word that says what they mean
+        expected = {"radii": (128 * fmt.num_blocks + 4) * num_pages}
     if fmt.offset:
         expected["offsets"] = (64 + 4) * num_pages
     expected["codes"] = pages.words.nbytes - sum(expected.values())

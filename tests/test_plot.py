@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from support import RANDOM_FORMATS, SMALL_OFFSET, ident
@@ -121,7 +123,15 @@ def test_codebooks_that_are_none_are_refused():
 
 
 @pytest.mark.parametrize(
-    "fmt", [SMALL_OFFSET, PolarFormat(64, (4, 2, 2, 2)), RANDOM_FORMATS[0]], ids=ident
+    "fmt",
+    [
+        SMALL_OFFSET,
+        PolarFormat(64, (4, 2, 2, 2)),
+        RANDOM_FORMATS[0],
+        replace(SMALL_OFFSET, radius="log8"),
+        PolarFormat(64, (4, 2, 2, 2), radius="log8"),
+    ],
+    ids=ident,
 )
 def test_page_layout_draws_every_bit_where_it_is(fmt):
     style = dict(matplotlib.rcParams)
@@ -148,14 +158,16 @@ def test_page_layout_draws_every_bit_where_it_is(fmt):
     assert len(set(colours.values())) == fmt.num_levels
     left = [(width, text) for width, text, _ in boxes.values()]
     assert sum(width for width, text in left if not text) == layout.padding_bits
-    assert sum("radius" in text for _, text in left) == fmt.num_blocks
+    radii = [width for width, text in left if text.startswith("radius")]
+    assert radii == [layout.radius_width] * fmt.num_blocks
+    assert sum("anchor" in text for _, text in left) == (fmt.radius == "log8")
     assert sum("offset" in text for _, text in left) == (fmt.offset is not None)
     assert f"{fmt.page_nbytes:,} bytes" in ax.get_title()
     assert "bit" in ax.get_xlabel()
     # rows are in the order of the page, and no word is left out
-    ends = [tuple(int(x.replace(",", "")) for x in label.split("–")) for label in labels]
-    assert [first for first, _ in ends] == [0, *(last + 1 for _, last in ends[:-1])]
-    assert ends[-1][1] == layout.num_words - 1
+    ends = [[int(x.replace(",", "")) for x in label.split("–")] for label in labels]
+    assert [each[0] for each in ends] == [0, *(each[-1] + 1 for each in ends[:-1])]
+    assert ends[-1][-1] == layout.num_words - 1
     legend = [t.get_text() for t in ax.get_legend().get_texts()]
     assert len(legend) == fmt.num_levels + (layout.padding_bits > 0)
     assert dict(matplotlib.rcParams) == style

@@ -122,7 +122,11 @@ def _of_words(fmt: PolarFormat, nbytes: int) -> Counter[str]:
 def _described(fmt: PolarFormat) -> str:
     bits = ",".join(map(str, fmt.level_bits))
     offset = f", {fmt.offset} offset" if fmt.offset else ""
-    return f"head_dim {fmt.head_dim}, bits {bits}{offset}: {fmt.bits_per_value:.3f} bits per number"
+    radii = ", 8-bit radii" if fmt.radius == "log8" else ""
+    return (
+        f"head_dim {fmt.head_dim}, bits {bits}{offset}{radii}: {fmt.bits_per_value:.3f} bits per "
+        "number"
+    )
 
 
 def _html(title: str, rows: Sequence[Sequence[str]], parts: Mapping[str, int]) -> str:

@@ -105,9 +105,9 @@ class PageLayout:
 
     @property
     def words_by_part(self) -> dict[str, int]:
-        """Words of codes (padding included), of radii and of the offset."""
-        radii = len(self.radius_words) * PAGE // 2
-        codes = self.num_words - radii - self.offset_words
+        """Words of codes (padding included), of radii (and their anchor), and of the offset."""
+        codes = sum(PAGE * row.width // 32 for row in self.code_rows)
+        radii = self.num_words - codes - self.offset_words
         return {"codes": codes, "radii": radii, "offsets": self.offset_words}
 
     @property

@@ -52,6 +52,7 @@ def format_attrs(fmt: PolarFormat) -> dict[str, Any]:
         "head_dim": fmt.head_dim,
         "level_bits": list(fmt.level_bits),
         "offset": fmt.offset or "none",
+        "radius": fmt.radius,
         "rotation": fmt.rotation,
         "rotation_seed": fmt.seed,
     }

@@ -67,7 +67,7 @@ def rate_distortion(
     x : ndarray, torch.Tensor, dask array or xarray.DataArray, shape ``(..., seq_len, head_dim)``
         Finite vectors.  Each piece is read once for all formats.
     formats : mapping of str to PolarFormat, or sequence of PolarFormat
-        Formats; those without names are called by their level bits and offset.
+        Formats; those without names are called by level bits, offset and radii.
     by : str or iterable of str
         Dimensions of a DataArray to keep; all others are pooled.
 
@@ -75,8 +75,8 @@ def rate_distortion(
     -------
     xarray.Dataset
         By ``by`` and ``format``: ``error``, ``total_error`` and ``bits_per_value``; by ``format``:
-        ``expected_error``; see :func:`distortion`.  ``level_bits`` and ``offset`` say what the
-        formats are.  ``.to_dataframe()`` shows a table.
+        ``expected_error``; see :func:`distortion`.  ``level_bits``, ``offset`` and ``radius`` say
+        what the formats are.  ``.to_dataframe()`` shows a table.
 
     Raises
     ------
@@ -129,6 +129,7 @@ def rate_distortion(
             "offset": described(
                 "format", [fmt.offset or "none" for fmt in chosen], "how page offsets are stored"
             ),
+            "radius": described("format", [fmt.radius for fmt in chosen], "how radii are stored"),
         },
         attrs={"head_dim": chosen[0].head_dim},
     )
@@ -171,7 +172,8 @@ def _open_formats(
 
 
 def _name(fmt: PolarFormat) -> str:
-    return _bits(fmt) + (f" {fmt.offset} offset" if fmt.offset else "")
+    offset = f" {fmt.offset} offset" if fmt.offset else ""
+    return _bits(fmt) + offset + (" log8 radii" if fmt.radius == "log8" else "")
 
 
 def _bits(fmt: PolarFormat) -> str:

@@ -162,13 +162,21 @@ def _rows(layout: PageLayout) -> list[tuple[tuple[int, int], list[Box]]]:
         rows.append(((row.word, PAGE * row.width // 32), boxes))
     for block, word in enumerate(layout.radius_words):
         name = "radius" if len(layout.radius_words) == 1 else f"radius of block {block}"
-        rows.append(((word, PAGE // 2), [(0, 16, 0, f"{name}, float16")]))
+        width = layout.radius_width
+        label = f"{name}, float16" if width == 16 else name
+        rows.append(((word, PAGE * width // 32), [(0, width, 0, label)]))
     rows.sort(key=lambda row: row[0])
+    anchor, end = layout.anchor_word, layout.offset_word + layout.offset_words
     if layout.offset_words:
         is_int8 = layout.offset_words != layout.head_dim // 2
         held = "int8, and a float16 scale" if is_int8 else "float16"
         label = f"offset: {layout.head_dim} × {held}, once for all lanes"
+        if anchor is not None and anchor < end:
+            label += "; anchor of the radii"
         rows.append(((layout.offset_word, layout.offset_words), [(0, _WORD, 0, label)]))
+    if anchor is not None and anchor >= end:
+        label = "anchor of the radii, once for all lanes"
+        rows.append(((anchor, 1), [(0, _WORD, 0, label)]))
     return rows
 
 
@@ -199,7 +207,7 @@ def _draw_box(ax: Any, y: int, box: Box, colours: list[Any]) -> None:
 
 
 def _words(first: int, count: int) -> str:
-    return f"{first:,}–{first + count - 1:,}"
+    return f"{first:,}" if count == 1 else f"{first:,}–{first + count - 1:,}"
 
 
 def _level_colours(levels: int) -> list[Any]:
