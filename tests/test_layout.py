@@ -69,6 +69,10 @@ def test_plan_is_sound_for_every_combination_of_bits():
 @given(formats())
 def test_plan_is_sound_for_any_format(fmt):
     assert_plan_is_sound(fmt.layout)
+    parts = fmt.layout.words_by_part
+    anchor = fmt.radius == "log8" and fmt.offset != "int8"  # in a word of its own
+    assert parts["radii"] == PAGE * fmt.num_blocks * fmt.layout.radius_width // 32 + anchor
+    assert sum(parts.values()) == fmt.layout.num_words
     assert fmt.layout.num_nodes == fmt.head_dim - fmt.num_blocks
     assert len(fmt.layout.radius_words) == fmt.num_blocks
 

@@ -190,6 +190,11 @@ class KVCache:
             f"recent={self.recent}, formats={self.formats})"
         )
 
+    def _repr_html_(self) -> str:
+        from polarquant_nb.html_tables import of_cache
+
+        return of_cache(self)
+
     # ---- what changes it -------------------------------------------------------------------------
 
     @traced_by("traced_append")

@@ -104,6 +104,13 @@ class PageLayout:
         return tuple(sum(counts[:level]) for level in range(len(counts)))
 
     @property
+    def words_by_part(self) -> dict[str, int]:
+        """Words of codes (padding included), of radii (and their anchor), and of the offset."""
+        codes = sum(PAGE * row.width // 32 for row in self.code_rows)
+        radii = self.num_words - codes - self.offset_words
+        return {"codes": codes, "radii": radii, "offsets": self.offset_words}
+
+    @property
     def padding_bits(self) -> int:
         """Bits of a lane that hold nothing."""
         codes = sum(b * (self.head_dim >> level) for level, b in enumerate(self.level_bits, 1))

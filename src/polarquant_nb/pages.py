@@ -162,6 +162,11 @@ class PolarPages:
         values = prod(self.shape)
         return 8 * self.nbytes / values if values else float("nan")
 
+    def _repr_html_(self) -> str:
+        from polarquant_nb.html_tables import of_pages
+
+        return of_pages(self)
+
     def decode(self, start: int = 0, stop: int | None = None, *, dtype: Any = None) -> Any:
         """Reconstruct tokens ``start .. stop−1``; see :func:`polarquant_nb.decode`.
 

@@ -19,6 +19,7 @@ from polarquant_nb.hf.handle import Counts, untraced
 from polarquant_nb.hf.key_bias import key_biases
 from polarquant_nb.hf.layer import PolarLayer
 from polarquant_nb.hf.report import CacheReport, LayerReport
+from polarquant_nb.html_tables import of_layers
 from polarquant_nb.online import OnlinePreconditioner
 from polarquant_nb.preconditioning import Preconditioner
 
@@ -258,6 +259,9 @@ class PolarCache(DynamicCache):
 
     def __repr__(self) -> str:
         return f"PolarCache({self.layers})"
+
+    def _repr_html_(self) -> str:
+        return of_layers(self.report(), [layer.cache for layer in self.polar_layers.values()])
 
 
 def _text_config(config: Any) -> Any:

@@ -74,17 +74,27 @@ class CacheReport:
     def __str__(self) -> str:
         return "\n".join(line.rstrip() for line in self._lines())
 
-    def _lines(self) -> Iterator[str]:
-        yield _LINE.format("layers", "kept as", "tokens", "bytes each", "/ fp16")
+    def rows(self) -> Iterator[tuple[str, ...]]:
+        """Cells of the table: its heading, neighbours that are equal, and all layers.
+
+        Yields
+        ------
+        tuple of str
+            Layers, what they are kept as, tokens and bytes of each, and the part that these are of
+            those in 16 bits.
+        """
+        yield "layers", "kept as", "tokens", "bytes each", "/ fp16"
         first = 0
         for layer, same in groupby(self.layers):
             last = first + len(list(same)) - 1
             which = str(first) if first == last else f"{first}-{last}"
-            yield _LINE.format(
-                which, layer.kind, layer.tokens, f"{layer.nbytes:,}", f"{layer.ratio:.2f}"
-            )
+            yield which, layer.kind, str(layer.tokens), f"{layer.nbytes:,}", f"{layer.ratio:.2f}"
             first = last + 1
-        yield _LINE.format("all", "", "", f"{self.nbytes:,}", f"{self.ratio:.2f}")
+        yield "all", "", "", f"{self.nbytes:,}", f"{self.ratio:.2f}"
+
+    def _lines(self) -> Iterator[str]:
+        for row in self.rows():
+            yield _LINE.format(*row)
         yield (
             f"attention on codes {self.coded} times, on a first prefill {self.exact}, on decoded "
             f"keys and values {self.decoded}"

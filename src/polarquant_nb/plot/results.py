@@ -1,58 +1,14 @@
-"""Figures of what :mod:`polarquant_nb.analysis` and the commands return, on the axes given."""
+"""What the commands measure: speed, quality over size, needles."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    import xarray as xr
+from polarquant_nb.plot.style import COLOURS, MARKERS, flat, new_axes
 
-__all__ = ["angles", "frontier", "needle", "speed"]
-
-# Okabe and Ito's palette, which colour-blind readers can tell apart.
-_OBSERVED = "#56B4E9"
-_EXPECTED = "#D55E00"
-_BASELINES = (
-    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442",
-)  # fmt: skip
-
-_MARKERS = "os^Dv<>P"
-
-
-def angles(ds: xr.Dataset, ax: Any = None) -> Any:
-    """Draw the histogram of each level's angles, and their theoretical density as a line.
-
-    Parameters
-    ----------
-    ds : xarray.Dataset
-        From :func:`polarquant_nb.analysis.angles`; ``ds.sel(level=2)`` draws one level.
-    ax : matplotlib Axes, or an array of one for each level, optional
-        Where to draw; by default a new figure with the levels side by side.
-
-    Returns
-    -------
-    Axes, or ndarray of Axes
-        What was drawn on: one Axes for one level, else as many as there are levels.
-
-    Raises
-    ------
-    ValueError
-        If the number of axes is not the number of levels.
-    """
-    levels = np.atleast_1d(ds["level"].values)
-    if ax is None:
-        from matplotlib import pyplot as plt
-
-        size = (2.6 * len(levels), 2.4)
-        _, ax = plt.subplots(1, len(levels), figsize=size, layout="constrained", squeeze=False)
-    axes = _flat(ax)
-    if len(axes) != len(levels):
-        raise ValueError(f"ax holds {len(axes)} axes; the dataset has {len(levels)} levels")
-    for level, axis in zip(levels, axes, strict=True):
-        _draw_level(ds if ds["level"].ndim == 0 else ds.sel(level=level), int(level), axis)
-    return axes[0] if len(axes) == 1 else axes
+__all__ = ["frontier", "needle", "speed"]
 
 
 def speed(results: dict[str, Any], ax: Any = None) -> Any:
@@ -80,14 +36,9 @@ def speed(results: dict[str, Any], ax: Any = None) -> Any:
     rows = [row for row in results["rows"] if row["contender"] != "ours"]
     panels = list(dict.fromkeys(row["stage"].split()[0] for row in rows))
     if ax is None:
-        from matplotlib import pyplot as plt
-
-        size = (8, 2.5 * len(panels))
-        _, ax = plt.subplots(len(panels), figsize=size, layout="constrained", squeeze=False)
-    axes = _flat(ax)
-    if len(axes) != len(panels):
-        raise ValueError(f"ax holds {len(axes)} axes; the results have {len(panels)} panels")
-    colours = dict(zip(dict.fromkeys(row["contender"] for row in rows), _BASELINES, strict=False))
+        ax = new_axes(len(panels), 1, (8, 2.5 * len(panels)))
+    axes = flat(ax, len(panels), f"the results have {len(panels)} panels")
+    colours = dict(zip(dict.fromkeys(row["contender"] for row in rows), COLOURS, strict=False))
     drawn = [x for row in rows for x in row["quartiles"]]
     limits = min(0.5, *drawn) / 1.1, 1.1 * max(2, *drawn)
     for panel, axis in zip(panels, axes, strict=True):
@@ -115,9 +66,7 @@ def frontier(results: dict[str, Any], ax: Any = None) -> Any:
         What was drawn on.
     """
     if ax is None:
-        from matplotlib import pyplot as plt
-
-        _, ax = plt.subplots(figsize=(8, 5), layout="constrained")
+        ax = new_axes(1, 1, (8, 5))[0, 0]
     rows = [row for row in results["summary"] if row["family"] != "exact"]
     best: list[tuple[float, float]] = []
     for bits, kl in sorted((row["bits_per_value"], row["kl"]) for row in rows):
@@ -134,8 +83,8 @@ def frontier(results: dict[str, Any], ax: Any = None) -> Any:
             kl,
             yerr=[row["kl_stderr"] or 0 for row in found],
             label=family,
-            color=_BASELINES[i % len(_BASELINES)],
-            marker=_MARKERS[i % len(_MARKERS)],
+            color=COLOURS[i % len(COLOURS)],
+            marker=MARKERS[i % len(MARKERS)],
         )
         for row, x, y in zip(found, bits, kl, strict=True):
             name = row["contender"].removeprefix(family).strip(", ")
@@ -172,23 +121,14 @@ def needle(results: dict[str, Any], ax: Any = None) -> Any:
     if not names:
         raise ValueError("the results have no needles")
     if ax is None:
-        from matplotlib import pyplot as plt
-
-        size = (2.2 * len(names), 2.6)
-        _, ax = plt.subplots(1, len(names), figsize=size, layout="constrained", squeeze=False)
-    axes = _flat(ax)
-    if len(axes) != len(names):
-        raise ValueError(f"ax holds {len(axes)} axes; the results have {len(names)} contenders")
+        ax = new_axes(1, len(names), (2.2 * len(names), 2.6))
+    axes = flat(ax, len(names), f"the results have {len(names)} contenders")
     lengths = sorted({row["length"] for row in rows})
     depths = sorted({row["depth"] for row in rows})
     for name, axis in zip(names, axes, strict=True):
         _draw_needles([row for row in rows if row["contender"] == name], lengths, depths, axis)
         axis.set_title(name.replace(", ", "\n"), fontsize="medium")
     return axes[0] if len(axes) == 1 else axes
-
-
-def _flat(ax: Any) -> Any:
-    return np.atleast_1d(np.asarray(ax, dtype=object)).ravel()
 
 
 def _draw_speed(rows: list[dict[str, Any]], colours: dict[str, str], ax: Any) -> None:
@@ -235,16 +175,3 @@ def _case(row: dict[str, Any]) -> str:
     what = row["stage"].split()[1:]
     shape = f"{row['num_kv_heads']}/{row['num_heads']}/{row['head_dim']}"
     return ", ".join([*what, row["preset"], shape, f"{row['seq_len']:,} tokens"])
-
-
-def _draw_level(one: xr.Dataset, level: int, ax: Any) -> None:
-    center = one["angle"].values
-    half = (center[1] - center[0]) / 2 if len(center) > 1 else center[0]
-    edges = np.append(center - half, center[-1] + half)
-    ax.stairs(one["density"].values, edges, fill=True, color=_OBSERVED, label="observed")
-    ax.plot(center, one["expected_density"].values, color=_EXPECTED, label="theory")
-    ax.set_title(f"level {level}")
-    ax.set_xlabel("angle (rad)")
-    ax.set_xlim(edges[0], edges[-1])
-    ticks = np.linspace(0, edges[-1], 3)
-    ax.set_xticks(ticks, ["0", "π", "2π"] if level == 1 else ["0", "π/4", "π/2"])
