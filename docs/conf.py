@@ -1,6 +1,13 @@
 """Sphinx configuration."""
 
+import os
+import shutil
 from importlib.metadata import version as package_version
+from pathlib import Path
+
+from polarquant_nb.cli import _parser
+
+HERE = Path(__file__).parent
 
 project = "polarquant_nb"
 author = "The polarquant_nb developers"
@@ -26,7 +33,31 @@ numpydoc_show_class_members = False
 myst_enable_extensions = ["amsmath", "dollarmath"]
 myst_heading_anchors = 3
 nb_execution_raise_on_error = True
-nb_execution_timeout = 300
+nb_execution_timeout = 600
 
+html_title = f"polarquant_nb {version}"
 html_theme = "pydata_sphinx_theme"
 html_theme_options = {"show_prev_next": False}
+html_static_path = ["_static"]
+html_css_files = ["custom.css"]
+html_copy_source = False
+
+
+def write_pages(_app: object) -> None:
+    """Pages that are made of other files: the notebooks, and what ``--help`` prints."""
+    folder = HERE / "tutorial" / "notebooks"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(HERE.parent / "notebooks", folder, ignore=shutil.ignore_patterns(".*"))
+
+    os.environ["COLUMNS"] = "90"
+    parser = _parser()
+    commands = next(action.choices for action in parser._actions if action.choices)
+    text = ["# Command line\n"]
+    for each in (parser, *commands.values()):
+        text.append(f"## {each.prog}\n\n```text\n{each.format_help()}```\n")
+    (HERE / "reference" / "cli.md").write_text("\n".join(text), encoding="utf-8")
+
+
+def setup(app: object) -> None:
+    """Called by Sphinx."""
+    app.connect("builder-inited", write_pages)

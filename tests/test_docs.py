@@ -1,0 +1,120 @@
+"""What is printed in the README, the documentation and docstrings runs as it is printed."""
+
+from __future__ import annotations
+
+import doctest
+import re
+import shlex
+import shutil
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from support import NOJIT, run_python
+
+from polarquant_nb.cli import _parser
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "polarquant_nb"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*/*.md"))]
+
+pytestmark = [
+    pytest.mark.skipif(NOJIT, reason="takes minutes with NUMBA_DISABLE_JIT=1"),
+    # torch imports its own deprecated module where it generates C++
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning"),
+    # transformers 5.24 renames an argument
+    pytest.mark.filterwarnings("default:.*past_key_values:FutureWarning"),
+]
+
+
+def page_name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The code blocks of a page in a language, in order."""
+    text = page.read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.M | re.S)
+
+
+def module_name(path: Path) -> str:
+    parts = ("polarquant_nb", *path.relative_to(SOURCE).with_suffix("").parts)
+    return ".".join(parts).removesuffix(".__init__")
+
+
+MODULES = [
+    module_name(path)
+    for path in sorted(SOURCE.rglob("*.py"))
+    if ">>> " in path.read_text(encoding="utf-8")
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_of_docstrings(name):
+    if name.startswith("polarquant_nb.hf"):
+        pytest.importorskip("transformers")
+    results = doctest.testmod(import_module(name))
+    assert results.attempted
+    assert not results.failed
+
+
+def needs(*modules: str) -> Callable[[], None]:
+    """What skips a page where modules are missing."""
+    return lambda: [pytest.importorskip(module) for module in modules]
+
+
+def needs_compiler() -> None:
+    if not (shutil.which("g++") or shutil.which("clang++")):
+        pytest.skip("needs a C++ compiler")
+
+
+def needs_gpu() -> None:
+    if not pytest.importorskip("torch").cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+
+
+NEEDS: dict[str, list[Callable[[], object]]] = {
+    "docs/how-to/calibrate.md": [needs("transformers")],
+    "docs/how-to/cuda.md": [needs_gpu],
+    "docs/how-to/custom-decoder.md": [needs("torch", "safetensors"), needs_compiler],
+    "docs/how-to/save-and-load.md": [needs("safetensors")],
+    "docs/how-to/transformers.md": [needs("transformers")],
+}
+
+SNIPPETS = {"docs/explanation/kernels.md", "docs/how-to/measure-quality.md"}
+"""Pages whose code does not run by itself here: a piece of a kernel; minutes with a real model."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=page_name)
+def test_the_python_of_a_page(page, tmp_path, monkeypatch):
+    """All of its blocks in order, as one program; some pages write files."""
+    if page_name(page) in SNIPPETS:
+        pytest.skip("see SNIPPETS")
+    for need in NEEDS.get(page_name(page), ()):
+        need()
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    for number, block in enumerate(blocks(page, "python"), 1):
+        exec(compile(block, f"{page_name(page)}, block {number}", "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_the_commands_of_a_page(page):
+    """Every ``polarquant-nb`` command is one that the parser takes; none is run."""
+    text = page.read_text(encoding="utf-8")
+    for line in re.findall(r"^ *(?:\w+=\S+ )*polarquant-nb ((?:.*\\\n)*.*)", text, re.M):
+        command = re.split(r" [>|&]", line.replace("\\\n", " "))[0]
+        _parser().parse_args(shlex.split(command, comments=True))
+
+
+def test_heads_in_two_processes(tmp_path):
+    """The example of docs/how-to/distributed.md, which checks itself."""
+    dist = pytest.importorskip("torch.distributed")
+    if not (dist.is_available() and dist.is_gloo_available()):
+        pytest.skip("this torch has no gloo")
+    script = Path(__file__).with_name("tensor_parallel.py")
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script)
+    printed = run_python(*launch, OMP_NUM_THREADS="1")
+    assert "2 processes: 2 kv heads each" in printed
