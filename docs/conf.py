@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import tomllib
 from importlib.metadata import version as package_version
 from pathlib import Path
 
@@ -29,6 +30,8 @@ autodoc_mock_imports = ["torch", "transformers"]
 autodoc_typehints = "none"
 autosummary_generate = True
 numpydoc_show_class_members = False
+_PROJECT = tomllib.loads((HERE.parent / "pyproject.toml").read_text(encoding="utf-8"))
+numpydoc_validation_checks = set(_PROJECT["tool"]["numpydoc_validation"]["checks"])
 
 myst_enable_extensions = ["amsmath", "dollarmath"]
 myst_heading_anchors = 3

@@ -8,16 +8,19 @@ import shlex
 import shutil
 from collections.abc import Callable
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from support import NOJIT, run_python
 
+import polarquant_nb as pq
 from polarquant_nb.cli import _parser
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "polarquant_nb"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*/*.md"))]
+WRITTEN = [path for path in sorted((ROOT / "docs").rglob("*.md")) if path.name != "cli.md"]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *WRITTEN]
 
 pytestmark = [
     pytest.mark.skipif(NOJIT, reason="takes minutes with NUMBA_DISABLE_JIT=1"),
@@ -75,6 +78,7 @@ def needs_gpu() -> None:
 
 
 NEEDS: dict[str, list[Callable[[], object]]] = {
+    "README.md": [needs("transformers")],
     "docs/how-to/calibrate.md": [needs("transformers")],
     "docs/how-to/cuda.md": [needs_gpu],
     "docs/how-to/custom-decoder.md": [needs("torch", "safetensors"), needs_compiler],
@@ -97,7 +101,12 @@ def test_the_python_of_a_page(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {"__name__": "__main__"}
     for number, block in enumerate(blocks(page, "python"), 1):
-        exec(compile(block, f"{page_name(page)}, block {number}", "exec"), namespace)
+        name = f"{page_name(page)}, block {number}"
+        if block.startswith(">>>"):
+            example = doctest.DocTestParser().get_doctest(block, namespace, name, name, 0)
+            assert not doctest.DocTestRunner().run(example).failed
+        else:
+            exec(compile(block, name, "exec"), namespace)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
@@ -107,6 +116,14 @@ def test_the_commands_of_a_page(page):
     for line in re.findall(r"^ *(?:\w+=\S+ )*polarquant-nb ((?:.*\\\n)*.*)", text, re.M):
         command = re.split(r" [>|&]", line.replace("\\\n", " "))[0]
         _parser().parse_args(shlex.split(command, comments=True))
+
+
+def test_every_public_name_is_in_the_reference():
+    listed = (ROOT / "docs" / "reference" / "api.md").read_text(encoding="utf-8").split()
+    names = set(pq.__all__) - {"hf"}
+    if find_spec("transformers"):
+        names |= {f"hf.{name}" for name in pq.hf.__all__}
+    assert not names - set(listed)
 
 
 def test_heads_in_two_processes(tmp_path):
