@@ -6,6 +6,7 @@ import doctest
 import re
 import shlex
 import shutil
+import tomllib
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
@@ -124,6 +125,14 @@ def test_every_public_name_is_in_the_reference():
     if find_spec("transformers"):
         names |= {f"hf.{name}" for name in pq.hf.__all__}
     assert not names - set(listed)
+
+
+def test_versions_agree():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    version = project["version"]
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    newest = re.search(r"^## \[(.*?)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)
+    assert newest[1] in ("Unreleased", re.sub(r"\.dev\d+$", "", version))
 
 
 def test_heads_in_two_processes(tmp_path):
