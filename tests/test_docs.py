@@ -13,10 +13,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from language_models import CharacterTokenizer, tiny_model
 from support import NOJIT, run_python
 
 import polarquant_nb as pq
-from polarquant_nb.cli import _parser
+from polarquant_nb import eval_command, models
+from polarquant_nb.cli import _parser, main
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "polarquant_nb"
@@ -87,8 +89,22 @@ NEEDS: dict[str, list[Callable[[], object]]] = {
     "docs/how-to/transformers.md": [needs("transformers")],
 }
 
-SNIPPETS = {"docs/explanation/kernels.md", "docs/how-to/measure-quality.md"}
-"""Pages whose code does not run by itself here: a piece of a kernel; minutes with a real model."""
+SNIPPETS = {"docs/explanation/kernels.md"}
+"""Pages whose code does not run by itself: a piece of a kernel."""
+
+
+def stand_in_for_the_real_model(monkeypatch):
+    """Of the guide to measuring, which takes minutes with it; and what its command writes."""
+    for module in ("transformers", "matplotlib", "tqdm"):
+        pytest.importorskip(module)
+    text = "All work and no play makes Jack a dull boy. " * 200
+    model = tiny_model(max_position_embeddings=1000)
+    loaded = models.LoadedModel(model, CharacterTokenizer(), "tiny random model")
+    for module in (models, eval_command):
+        monkeypatch.setattr(module, "load_model", lambda path=None: loaded)
+        monkeypatch.setattr(module, "load_text", lambda path=None: (text, "text"))
+    lengths = ("--tokens", "196", "--score-tokens", "10", "--windows", "2", "--needle", "280")
+    assert main(["eval", "--preset", "balanced", "--json", "quality.json", *lengths]) == 0
 
 
 @pytest.mark.slow
@@ -100,6 +116,8 @@ def test_the_python_of_a_page(page, tmp_path, monkeypatch):
     for need in NEEDS.get(page_name(page), ()):
         need()
     monkeypatch.chdir(tmp_path)
+    if page_name(page) == "docs/how-to/measure-quality.md":
+        stand_in_for_the_real_model(monkeypatch)
     namespace: dict[str, object] = {"__name__": "__main__"}
     for number, block in enumerate(blocks(page, "python"), 1):
         name = f"{page_name(page)}, block {number}"
