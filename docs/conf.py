@@ -1,10 +1,12 @@
 """Sphinx configuration."""
 
+import inspect
 import os
 import shutil
 import tomllib
 from importlib.metadata import version as package_version
 from pathlib import Path
+from typing import Any
 
 from polarquant_nb.cli import _parser
 
@@ -38,7 +40,7 @@ myst_heading_anchors = 3
 nb_execution_raise_on_error = True
 nb_execution_timeout = 600
 
-html_title = f"polarquant_nb {version}"
+html_title = "polarquant_nb"
 html_theme = "pydata_sphinx_theme"
 html_theme_options = {"show_prev_next": False}
 html_static_path = ["_static"]
@@ -61,6 +63,18 @@ def write_pages(_app: object) -> None:
     (HERE / "reference" / "cli.md").write_text("\n".join(text), encoding="utf-8")
 
 
-def setup(app: object) -> None:
+def init_signature(
+    _app: object, what: str, _name: str, found: Any, _options: object, signature: str, _returns: str
+) -> tuple[str, str] | None:
+    """Of a class whose base is mocked: what Sphinx would find is the signature of the mock."""
+    if what != "class" or signature != "(*args, **kwargs)":
+        return None
+    _self, *parameters = inspect.signature(found.__init__).parameters.values()
+    bare = [each.replace(annotation=inspect.Parameter.empty) for each in parameters]
+    return str(inspect.Signature(bare)), ""
+
+
+def setup(app: Any) -> None:
     """Called by Sphinx."""
     app.connect("builder-inited", write_pages)
+    app.connect("autodoc-process-signature", init_signature)
