@@ -39,6 +39,7 @@ myst_enable_extensions = ["amsmath", "dollarmath"]
 myst_heading_anchors = 3
 nb_execution_raise_on_error = True
 nb_execution_timeout = 600
+nb_merge_streams = True
 
 html_title = "polarquant_nb"
 html_theme = "pydata_sphinx_theme"
