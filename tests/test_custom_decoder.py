@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -12,8 +10,6 @@ import polarquant_nb as pq
 
 torch = pytest.importorskip("torch")
 tiny_llama = pytest.importorskip("tiny_llama")
-
-PAGE = Path(__file__).parent.parent / "docs" / "how-to" / "custom-decoder.md"
 
 # torch imports its own deprecated module where it generates C++
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
@@ -110,18 +106,3 @@ def test_compiled_with_other_arithmetic_it_is_near(model, tokens, backend):
 def test_greedy_says_what_the_exact_caches_say_without_pages(model, tokens):
     out = tiny_llama.greedy(model, tokens, 5, new_caches(model, recent=1000))
     assert torch.equal(out, tiny_llama.greedy(model, tokens, 5, exact_caches(model)))
-
-
-@needs_compiler
-@pytest.mark.slow
-def test_the_page_runs(tmp_path, monkeypatch, capsys):
-    """All of its Python, in order."""
-    pytest.importorskip("safetensors")
-    monkeypatch.chdir(tmp_path)
-    torch.compiler.reset()
-    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
-    assert len(blocks) == 7
-    namespace = {}
-    for block in blocks:
-        exec(compile(block, str(PAGE), "exec"), namespace)
-    assert "bits per number" in capsys.readouterr().out

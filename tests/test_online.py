@@ -8,13 +8,15 @@ import pickle
 import numpy as np
 import pytest
 from cache_model import assert_same
-from support import gaussian
+from support import NOJIT, gaussian
 
 import polarquant_nb as pq
 
 PAIR = pq.preset("balanced", 64)
 BATCH, HEADS, GROUP, TOKENS, DIM = 2, 2, 2, 480, 64
 INV_FREQ = 1e4 ** (-np.arange(DIM // 2) / (DIM // 2))
+
+compiled = pytest.mark.skipif(NOJIT, reason="too many vectors for plain Python")
 
 
 def outliers(seed=0):
@@ -90,7 +92,7 @@ def test_what_was_fitted_stays_fixed():
     assert cache.wants_queries
 
 
-@pytest.mark.parametrize("cuts", [(100,), (100, 300)])
+@pytest.mark.parametrize("cuts", [pytest.param((100,), marks=compiled), (100, 300)])
 @pytest.mark.parametrize("inv_freq", [None, INV_FREQ])
 def test_copies_and_files_go_on_alike(tmp_path, cuts, inv_freq):
     q, k, v = outliers()

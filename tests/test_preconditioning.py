@@ -268,7 +268,9 @@ PRECONDITIONERS = pytest.mark.parametrize(
 
 
 @PRECONDITIONERS
-@pytest.mark.parametrize("n", [1, 4, pytest.param(40, marks=compiled)])  # × 2 heads
+@pytest.mark.parametrize(
+    "n", [pytest.param(1, marks=compiled), 4, pytest.param(40, marks=compiled)]
+)  # × 2 heads
 @pytest.mark.parametrize("options", [{}, {"softcap": 3.0, "scale": 0.2}], ids=["plain", "capped"])
 def test_attention_is_that_on_decoded_keys(preconditioner, n, options):
     k, v = gaussian(2, 2, HEADS, 300, D)
@@ -390,8 +392,13 @@ def copies(cache, path):
     yield pq.KVCache.load(path)
 
 
-@pytest.mark.parametrize("shape", [(HEADS,), (2, HEADS)], ids=["shared", "by row"])
-@pytest.mark.parametrize("order", [[0, 1], [1, 0], [1, 1, 0], [0]], ids=str)
+@pytest.mark.parametrize(
+    "shape", [pytest.param((HEADS,), marks=compiled), (2, HEADS)], ids=["shared", "by row"]
+)
+@pytest.mark.parametrize(
+    "order", [[1, 1, 0], *(pytest.param(rows, marks=compiled) for rows in ([0, 1], [1, 0], [0]))],
+    ids=str,
+)  # fmt: skip
 def test_copies_go_on_alike(shape, order, tmp_path):
     """Rows that were selected are saved with the numbers that are theirs by then."""
     cache = filled(300, 2, preconditioner=some(*shape))

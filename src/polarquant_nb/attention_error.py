@@ -35,7 +35,13 @@ class _Call:
 
 @dataclass
 class Recording:
-    """What attention was asked, and answered from the exact cache; see :func:`record_attention`."""
+    """What attention was asked, and answered from the exact cache; see :func:`record_attention`.
+
+    Parameters
+    ----------
+    calls : list
+        One entry for each layer and forward pass.
+    """
 
     calls: list[_Call] = field(default_factory=list, repr=False)
 

@@ -199,6 +199,11 @@ class Codebooks:
         Level 1, per boundary β in ascending order: cosine and sine of β mod π, and the biases with
         which a vector of the upper and of the lower half plane is compared (see
         ``kernels.polar.fitted_code_1``).  Levels ≥ 2: the squared tangent of each boundary.
+
+        Returns
+        -------
+        ndarray of float32
+            Four numbers for each boundary of level 1, then one for each boundary above.
         """
         first, *upper = self.angles
         boundary = np.sort(

@@ -201,11 +201,13 @@ def compress_with(
 
     Parameters
     ----------
-    cache, sink, recent
+    cache : transformers.DynamicCache
         As in :func:`compress`.
     code : callable
         Takes ``'keys'`` or ``'values'`` and a layer's vectors, shape ``(batch, num_kv_heads, n,
         head_dim)``; returns them decoded and the bytes of all that is stored for them.
+    sink, recent : int
+        As in :func:`compress`.
     multiple : int
         The codec takes whole groups of so many tokens; what is over stays exact, beside the recent
         ones.

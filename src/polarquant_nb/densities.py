@@ -48,7 +48,18 @@ _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(96)
 
 
 def angle_range(level: int) -> float:
-    """Upper end of the range of a level's angles, in radians: 2π at level 1, π/2 above."""
+    """Upper end of the range of a level's angles: 2π at level 1, π/2 above.
+
+    Parameters
+    ----------
+    level : int
+        Level, from 1.
+
+    Returns
+    -------
+    float
+        In radians; the lower end is 0.
+    """
     return 2 * pi if level == 1 else pi / 2
 
 

@@ -187,7 +187,9 @@ def greedy(
 
     Parameters
     ----------
-    model, cache
+    model : transformers.PreTrainedModel
+        As in :func:`score`.
+    cache : transformers.Cache, or callable that returns one
         As in :func:`score`.
     ids : torch.Tensor of int64, shape ``(batch, q_len)``
         The tokens that follow the cached ones, at least one.

@@ -39,8 +39,8 @@ class LayerNeeds:
     head_dim, value_head_dim : int
         Coordinates of keys and of values.
     key_kl, value_kl : tuple of (float, float)
-        Relative errors of formats (:attr:`PolarFormat.relative_error`), in ascending order, and the
-        KL (nats) measured with keys, or values, in this format and all else exact.
+        Relative errors of formats (:attr:`polarquant_nb.PolarFormat.relative_error`), in ascending
+        order, and the KL (nats) measured with keys, or values, in this format and all else exact.
 
     Raises
     ------

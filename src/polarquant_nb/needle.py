@@ -72,8 +72,12 @@ class Answer:
     ----------
     contender, family : str
         See :class:`~polarquant_nb.evaluate.Contender`.
-    length, depth, seed
+    length : int
         See :class:`Needle`.
+    depth : float
+        Likewise.
+    seed : int
+        Likewise.
     hit : bool
         The greedy answer contains the number.
     nll : float

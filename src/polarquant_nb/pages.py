@@ -201,7 +201,8 @@ class PolarPages:
             If safetensors is missing.
         """
         if self.device != "cpu":
-            return self.to("cpu").save(path)
+            self.to("cpu").save(path)
+            return
         record, arrays = preconditioner_record(self.preconditioner)
         header = {
             "format": format_record(self.format, self.codebooks),

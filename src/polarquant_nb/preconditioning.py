@@ -105,8 +105,10 @@ class RotaryBias:
         ----------
         k : ndarray or torch.Tensor (CPU), shape ``(..., num_kv_heads, seq_len, head_dim)``
             Keys after the rotary embedding; some hundred tokens are enough.
-        inv_freq, interleaved
+        inv_freq : array_like, shape ``(n,)``
             See :class:`RotaryBias`.
+        interleaved : bool
+            Likewise.
         first_position : int
             Position of the first token.
 
@@ -308,7 +310,18 @@ class Preconditioner:
             )
 
     def same(self, other: Preconditioner | None) -> bool:
-        """Whether another one has equal numbers."""
+        """Whether another one has equal numbers.
+
+        Parameters
+        ----------
+        other : Preconditioner, optional
+            None is never equal.
+
+        Returns
+        -------
+        bool
+            All scales, biases and frequencies are equal.
+        """
         if other is None:
             return False
         return all(map(_equal, self._numbers(), other._numbers()))
@@ -402,8 +415,10 @@ class Preconditioner:
 
         Parameters
         ----------
-        elements, kind
+        elements : ndarray
             From :meth:`subtract_bias`.
+        kind : ArrayKind
+            Likewise.
 
         Returns
         -------

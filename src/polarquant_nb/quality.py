@@ -25,10 +25,16 @@ class Judgement:
         See :class:`~polarquant_nb.evaluate.Contender`; both ``'exact'`` for the exact cache.
     window : int
         Which window, from 0.
-    bits_per_value, nbytes, ratio
+    bits_per_value : float
         See :class:`~polarquant_nb.evaluate.CompressedCache`.
-    kl, top1, perplexity, tokens
+    nbytes : int
+        Likewise.
+    ratio : float
+        Likewise.
+    kl, top1, perplexity : float
         See :class:`~polarquant_nb.evaluate.Score`.
+    tokens : int
+        Likewise.
     attention_errors : tuple of float
         Of each layer; see :meth:`~polarquant_nb.attention_error.Recording.errors`.
     """

@@ -38,8 +38,12 @@ def warmup(
 
     Parameters
     ----------
-    key_format, value_format, head_dim, value_head_dim
-        Formats, given as to :class:`KVCache`.
+    key_format : str, FormatPair or PolarFormat
+        As of :class:`KVCache`.
+    value_format : PolarFormat, optional
+        As of :class:`KVCache`.
+    head_dim, value_head_dim : int, optional
+        As of :class:`KVCache`.
     queries : int or iterable of int
         Queries that share a kv head: ``num_heads / num_kv_heads * q_len``, for every q_len that
         will come.  From 8 on all numbers up to 64 share kernels, and above 64 attention has none of

@@ -42,8 +42,10 @@ class PolarCache(DynamicCache):
         string that ends in ``.json`` is a path.
     layers : mapping of int to str, FormatPair or None, optional
         What single layers have instead; None keeps one exact.  Negative indices count from the end.
-    sink, recent, nan
+    sink, recent : int
         See :class:`polarquant_nb.KVCache`.
+    nan : {'raise', 'propagate'}
+        Likewise.
     preconditioner : OnlinePreconditioner, or mapping of int to Preconditioner, optional
         Of all compressed layers, for models that are enabled; or of single ones.  See also
         :meth:`from_model`.  A calibration has its own.
@@ -224,8 +226,8 @@ class PolarCache(DynamicCache):
 
         Returns
         -------
-        keys, values : torch.Tensor
-            All that the layer holds; of a compressed layer, handles.
+        tuple of torch.Tensor
+            Keys and values, all that the layer holds; of a compressed layer, handles.
 
         Raises
         ------
