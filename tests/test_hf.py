@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import tracemalloc
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +19,7 @@ from tiny_models import FAMILIES, tiny
 from transformers import DynamicCache
 
 import polarquant_nb as pq
+from polarquant_nb.hf import heap
 from polarquant_nb.hf.layer import Handle, PolarLayer
 from polarquant_nb.hf.versions import CACHE_ARGUMENT, CROP_TAKES_LENGTH
 
@@ -863,3 +865,14 @@ def test_the_real_model_finds_a_needle_on_the_codes():
     assert exact.hit
     assert coded.hit
     assert abs(coded.nll - exact.nll) < 0.2
+
+
+def test_memory_is_given_back_at_one_call_in_eight(monkeypatch):
+    """Every time would make a prefill a fifth slower; never would let the process grow."""
+    trims = []
+    monkeypatch.setattr(heap, "_libc", lambda: SimpleNamespace(malloc_trim=trims.append))
+    for _ in range(16):
+        heap.give_back_at_times()
+    assert trims == [0, 0]
+    monkeypatch.setattr(heap, "_libc", lambda: None)  # another libc
+    heap.give_back_at_times()
