@@ -240,6 +240,18 @@ def test_tokens_that_the_anchor_reaches_change_no_other():
         np.testing.assert_array_equal(new[:, layout.anchor_word], old[:, layout.anchor_word])
 
 
+def test_a_large_offset_does_not_make_steps_coarser():
+    """While a page is filled up, its other lanes hold no zeros, far from the mean."""
+    cache = pq.KVCache(PAIR, sink=0, recent=0)
+    k, v = tokens(1, PAGE)
+    k += 20
+    cache.append(k, v)
+    assert not shift_of(block(cache._state, "keys"), PAIR.keys).any()
+    cache.crop(100)
+    cache.append(k[:, :, 100:], v[:, :, 100:])
+    assert not shift_of(block(cache._state, "keys"), PAIR.keys).any()
+
+
 @pytest.mark.parametrize("scale", [0.4, 2.0, 2.0**-6, 64.0, 2.0**-20, 2.0**10])
 def test_tokens_beyond_the_anchor_are_not_clipped(scale):
     """Shorter or longer by octaves; the others stay where steps do, and else near."""

@@ -210,9 +210,10 @@ class PageTable:
         """
         old = np.stack([row[-1] for row in self.blocks[rows]])
         new, page_words = old.copy(), old.shape[-1]  # with the offsets
-        page = np.zeros((*x.shape[:2], PAGE, x.shape[3]), x.dtype)
+        page = np.empty((*x.shape[:2], PAGE, x.shape[3]), x.dtype)
         first = PAGE - x.shape[2]
         page[:, :, first:] = x
+        page[:, :, :first] = x[:, :, :1]  # not used, but seen by what is chosen for a whole page
         starts = np.arange(new.size // page_words) * page_words
         page_start = self.lengths[rows.start] - first
         self._encode(rows, page_start, page, kind, new.reshape(-1), starts, frozen=True)
