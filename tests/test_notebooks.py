@@ -64,5 +64,5 @@ def test_notebook_is_for_readers(path: Path) -> None:
         if cell["cell_type"] == "code":
             assert not cell["outputs"]
             assert cell["execution_count"] is None
-    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-    assert f"\ntutorials/{path.stem}\n" in index
+    index = (ROOT / "docs" / "tutorial" / "index.md").read_text(encoding="utf-8")
+    assert f"\nnotebooks/{path.stem}\n" in index
