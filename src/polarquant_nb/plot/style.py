@@ -15,7 +15,7 @@ COLOURS = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442",
 )  # fmt: skip
 
-MARKERS = "os^Dv<>P"
+MARKERS = "os^Dv<>PX"  # one more than colours, so that a ninth series looks like none before it
 
 
 def new_axes(rows: int, columns: int, size: tuple[float, float]) -> Any:
