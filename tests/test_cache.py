@@ -110,6 +110,12 @@ def test_fused_and_decoding_paths_agree():
         np.testing.assert_allclose(together[:, :, i : i + 1], out, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("group", [8, 12])
+def test_more_heads_than_share_a_walk(group):
+    """The last walk of a kv head is shared by fewer than 8 queries."""
+    assert_attends(filled(400), gaussian(1, group * HEADS, 1, 64, seed=1))
+
+
 def test_chunks_see_their_own_past_only():
     """Query i of a chunk gets what it would get if the later tokens did not exist."""
     cache = filled(190)

@@ -61,7 +61,8 @@ def _attend_last(
     keys, values, kind = state.keys.exact, state.values.exact, state.kind
     rows, width = batch * kv_heads, values.shape[-1]
     if any(state.packed):
-        out, lse = _attend_packed(state, queries, logits, None)
+        # compiled code is called without a look at strides, and writes in place
+        out, lse = map(np.ascontiguousarray, _attend_packed(state, queries, logits, None))
     else:
         out = np.zeros((batch, kv_heads, group, 1, width), np.float32)
         lse = np.full(out.shape[:-1], -np.inf, np.float32)
