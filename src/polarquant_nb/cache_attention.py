@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -111,7 +111,7 @@ def _attend_exact(
     return out, lse
 
 
-@cache
+@lru_cache(maxsize=4)  # nearly always the shape of the call before
 def _everything(shape: tuple[int, ...]) -> npt.NDArray[np.int64]:
     """Queries that see every token, however many there are."""
     return np.full(shape, np.iinfo(np.int64).max)

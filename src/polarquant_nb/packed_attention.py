@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -236,7 +236,7 @@ def _scratch(name: str, size: int) -> FloatArray:
     return kept
 
 
-@cache
+@lru_cache(maxsize=4)  # nearly always the numbers of the call before
 def _no_bias(rows: int, n: int) -> Bias:
     return Bias(np.empty(0, np.float32), np.zeros((rows, n), np.int64), 0)
 
