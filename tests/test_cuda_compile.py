@@ -15,7 +15,6 @@ from polarquant_nb.kernels.cuda_attention import query_group
 from polarquant_nb.kernels.cuda_attention_stages import RunLayout
 from polarquant_nb.kernels.cuda_codec import SHARED_BYTES
 from polarquant_nb.kernels.cuda_compile import KernelSpec, compile_ptx, program_of
-from polarquant_nb.kernels.polar import page_layout
 
 pytestmark = pytest.mark.skipif(
     bool(config.ENABLE_CUDASIM) or cuda_compile.find_ptxas() is None,
@@ -76,7 +75,7 @@ def check_pages_are_read_once(spec, ptx):
     loads = global_loads(ptx)
     words = halves = octets = 0
     for program in (spec.program, spec.values):
-        layout = page_layout(program)
+        layout = program.layout
         words += sum(row.width == 32 for row in layout.code_rows)
         halves += sum(row.width == 16 for row in layout.code_rows) + len(layout.radius_words)
         octets += sum(row.width == 8 for row in layout.code_rows)

@@ -17,7 +17,7 @@ from typing import Any
 from polarquant_nb.codebooks import TABLE
 from polarquant_nb.kernels.jit import GroupProgram
 from polarquant_nb.kernels.lanes import Index, Vector, stage
-from polarquant_nb.kernels.polar import page_layout, radius_reader
+from polarquant_nb.kernels.polar import radius_reader
 from polarquant_nb.layout import PAGE, Row
 
 __all__ = [
@@ -79,7 +79,7 @@ def start_scores(
 
     Meanwhile the offset of the page that starts at ``ahead`` is fetched.
     """
-    layout = page_layout(program)
+    layout = program.layout
     for word in range(0, layout.offset_words, 16):
         L.prefetch(words, ahead + (layout.offset_word + word), 0, 32)
     for q in range(program.group):
@@ -104,7 +104,7 @@ def score_tile(
     """
     code = _code_reader(L, program, words, page, lane, ahead)
     scores = [L.load(S, s + stride * q) for q in range(program.group)]
-    level_start = page_layout(program).level_start
+    level_start = program.layout.level_start
 
     def walk(level: int, i: int, r: Vector) -> None:
         index = code(level_start[level - 1] + i)
@@ -128,7 +128,7 @@ def score_tile(
             second = L.splat(queries, q * program.head_dim + 2 * i + 1)
             scores[q] = L.fma(first, x, L.fma(second, y, scores[q]))
 
-    layout, radius = page_layout(program), radius_reader(L, program, words, page, lane)
+    layout, radius = program.layout, radius_reader(L, program, words, page, lane)
     for j, word in enumerate(layout.radius_words):
         L.prefetch(words, ahead + word, lane, layout.radius_width)
         walk(len(program.level_bits), j, radius(word))
@@ -166,9 +166,7 @@ def _code_reader(
 
     Every row is loaded once, and fetched from the page at ``ahead`` too.
     """
-    where = {
-        node: (row, shift) for row in page_layout(program).code_rows for node, shift in row.fields
-    }
+    where = {node: (row, shift) for row in program.layout.code_rows for node, shift in row.fields}
     loaded: dict[Row, Vector] = {}
 
     def read(node: int) -> Vector:
@@ -246,7 +244,7 @@ def value_radii(
     """
     code = _code_reader(L, program, words, page, lane)
     low = min(_LOW, len(program.level_bits))
-    level_start = page_layout(program).level_start
+    level_start = program.layout.level_start
 
     def walk(level: int, i: int, r: Vector) -> None:
         if level == low:
@@ -257,7 +255,7 @@ def value_radii(
         walk(level - 1, 2 * i, r * L.lookup(cosines, table, bits, index))
         walk(level - 1, 2 * i + 1, r * L.lookup(cosines, table + TABLE, bits, index))
 
-    layout, radius = page_layout(program), radius_reader(L, program, words, page, lane, live)
+    layout, radius = program.layout, radius_reader(L, program, words, page, lane, live)
     if layout.anchor_word is not None:
         L.prefetch(words, ahead + layout.anchor_word, 0, 32)
     for j, word in enumerate(layout.radius_words):
@@ -280,7 +278,7 @@ def accumulate_values(
     low = min(_LOW, len(program.level_bits))
     # as many sums as leave half of the registers free
     width = 4 if program.isa == "avx512" and program.group <= 4 and low > 1 else 2
-    passes, rows = program.head_dim // width, page_layout(program).code_rows
+    passes, rows = program.head_dim // width, program.layout.code_rows
     for i in range(passes):
         # each row is fetched in one pass, spread over all of them: memory takes its time
         fetched = rows[-(-i * len(rows) // passes) : -(-(i + 1) * len(rows) // passes)]
@@ -296,7 +294,7 @@ def _accumulate_run(
     pair_cosines: Any, R: Any, S: Any, s: Index, stride: Index, sums: Any, a: Index,
 ) -> None:  # fmt: skip
     """Coordinates ``first .. first + width − 1``: their sums stay in registers over all tiles."""
-    level_start = page_layout(program).level_start
+    level_start = program.layout.level_start
     places = [
         a + ((first + c) * program.group + q) * L.n
         for q in range(program.group)

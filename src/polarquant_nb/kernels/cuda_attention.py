@@ -217,7 +217,7 @@ def make_attend(
     PART = PAGE // PARTS if PAGE % PARTS == 0 else PAGE // PARTS + 1
     BEST, SUMS = PARTS * G, RUN * G
     K_OFFSET, V_OFFSET = keys.offset is not None, values.offset is not None
-    K_OFFSET_WORD, V_OFFSET_WORD = (polar.page_layout(p).offset_word for p in (keys, values))
+    K_OFFSET_WORD, V_OFFSET_WORD = (p.layout.offset_word for p in (keys, values))
 
     def stage(program: Program, function: Callable[..., None], **constants: Any) -> Any:
         return device_stage(function, program, 1, **constants)

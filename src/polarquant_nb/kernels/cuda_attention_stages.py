@@ -15,7 +15,6 @@ from typing import Any
 from polarquant_nb.codebooks import TABLE
 from polarquant_nb.kernels.array_lanes import Index, Vector
 from polarquant_nb.kernels.jit import Program
-from polarquant_nb.kernels.polar import page_layout
 from polarquant_nb.kernels.radius_codes import code_reader
 
 __all__ = [
@@ -74,7 +73,7 @@ class RunLayout:
 
     def node(self, run: int, level: int, j: int) -> int:
         """A run's node, counted over the vector."""
-        return page_layout(self.program).level_start[level - 1] + run * (RUN >> level) + j
+        return self.program.layout.level_start[level - 1] + run * (RUN >> level) + j
 
     @cached_property
     def places(self) -> dict[tuple[int, int], tuple[int, int]]:
@@ -108,7 +107,7 @@ class RunLayout:
         return alike and all(len({row.word for row, _ in s.values()}) == 1 for s in stored)
 
     def _stored(self, run: int) -> dict[tuple[int, int], tuple[Any, int]]:
-        where = {n: (row, s) for row in page_layout(self.program).code_rows for n, s in row.fields}
+        where = {n: (row, s) for row in self.program.layout.code_rows for n, s in row.fields}
         return {(level, j): where[self.node(run, level, j)] for level, j in self.nodes}
 
 
@@ -121,7 +120,7 @@ def stage_token(
     Radius j of run i goes to ``R[(i * radii + j) * pitch + column]``, word w of its codes likewise
     to C.  A token that is not live has radii 0, whatever its page holds.
     """
-    layout, plan = page_layout(program), RunLayout(program)
+    layout, plan = program.layout, RunLayout(program)
     bits = layout.node_bits()
     loaded: dict[int, Vector] = {}
 

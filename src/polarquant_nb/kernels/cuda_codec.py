@@ -69,7 +69,7 @@ class Tile:
     @property
     def num_nodes(self) -> int:
         """Codes of a vector."""
-        return polar.page_layout(self.program).num_nodes
+        return self.program.layout.num_nodes
 
     @property
     def radii(self) -> int:
@@ -99,7 +99,7 @@ def make_encode(program: Program, element: str, threads: int = THREADS) -> Calla
         Kernel; a block for each page.
     """
     tile = Tile(program, threads)
-    layout = polar.page_layout(program)
+    layout = program.layout
     D, N, LANES, PIECES = program.head_dim, tile.n, tile.lanes, tile.pieces
     BLOCKS = D // 16
     TILE, CODES, RADII, BAD = D * N, tile.num_nodes * N, tile.radii * N, PIECES * N
@@ -279,7 +279,7 @@ def make_decode(program: Program, element: str, threads: int = THREADS) -> Calla
         Kernel; a block for each page that the tokens touch.
     """
     tile = Tile(program, threads)
-    layout = polar.page_layout(program)
+    layout = program.layout
     D, N, LANES, PIECES = program.head_dim, tile.n, tile.lanes, tile.pieces
     BLOCKS = D // 16
     TILE, CODES, RADII = D * N, tile.num_nodes * N, tile.radii * N

@@ -318,7 +318,7 @@ def pack_rows(
                 total = total | (L.load(codes, node * L.n) << L.u(shift))
             L.store_lanes(words, page + row.word, lane, row.width, total & L.load(live, 0))
 
-    _dealt_out(L, piece, pieces, polar.page_layout(program).code_rows, pack)
+    _dealt_out(L, piece, pieces, program.layout.code_rows, pack)
 
 
 def unpack_rows(
@@ -326,7 +326,7 @@ def unpack_rows(
     pieces: int,
 ) -> None:  # fmt: skip
     """``polar.unpack``, the rows dealt out to the pieces."""
-    layout = polar.page_layout(program)
+    layout = program.layout
     bits = layout.node_bits()
 
     def unpack(rows: Any) -> None:
@@ -361,7 +361,7 @@ def choose_anchor(
         return [least, L.where(greatest >= best[1], greatest, best[1])]
 
     anchor = anchor_of(L, L.loop(lanes, empty_range(L), compare)) << L.u(16)
-    at = page + polar.page_layout(program).anchor_word
+    at = page + program.layout.anchor_word
     scale = L.splat(words, at) & L.u(0xFFFF) if program.offset == "int8" else L.u(0)
     L.put(words, at, anchor | scale)
 
@@ -374,7 +374,7 @@ def store_radii(
 
     Radii of 8 bits are stored by the anchor that the page has, and ``extremes`` widened to them.
     """
-    layout = polar.page_layout(program)
+    layout = program.layout
     nan = L.f(0.0)
     for piece in range(pieces):
         nan = nan + L.load(bad, piece * L.n)

@@ -19,6 +19,8 @@ from numba import njit
 from numba.core import config, types
 from numba.extending import NativeValue, models, register_model, typeof_impl, unbox
 
+from polarquant_nb.layout import PageLayout, plan_page
+
 __all__ = ["ISA", "GroupProgram", "Program", "ProgramType", "bound", "cpu_isa", "inlined", "kernel"]
 
 ISA = Literal["avx512", "avx2", "portable"]
@@ -148,6 +150,11 @@ class Program:
     def lanes(self) -> int:
         """Tokens per vector register."""
         return 16 if self.isa == "avx512" else 8
+
+    @property
+    def layout(self) -> PageLayout:
+        """Where the codes of a page are."""
+        return plan_page(self.head_dim, self.level_bits, self.offset, self.radius)
 
     @property
     def num_groups(self) -> int:

@@ -30,7 +30,7 @@ from polarquant_nb.densities import codeword_angles
 from polarquant_nb.kernels.jit import Program
 from polarquant_nb.kernels.lanes import Index, Mask, Vector, stage
 from polarquant_nb.kernels.radius_codes import code_reader
-from polarquant_nb.layout import PAGE, PageLayout, plan_page
+from polarquant_nb.layout import PAGE
 from polarquant_nb.radii import NAN_BITS
 
 __all__ = [
@@ -46,7 +46,6 @@ __all__ = [
     "narrow_bfloat",
     "narrow_half",
     "pack",
-    "page_layout",
     "radius_reader",
     "rotate_row",
     "store_block",
@@ -302,7 +301,7 @@ def tree_block(
         x = _butterflies(L, x, (8, 4, 2, 1))
     if program.offset is not None:
         x = [x[k] - L.splat(offset, b * 16 + k) for k in range(16)]
-    start = page_layout(program).level_start
+    start = program.layout.level_start
     for level, bits in enumerate(program.level_bits[:4], 1):
         pairs = len(x) // 2
         for j in range(pairs):
@@ -319,7 +318,7 @@ def upper_tree(L: Any, program: Program, thresholds: Any, codes: Any, R: Any) ->
     """Codes of the levels above 4; the squared block radii replace those of 16 coordinates."""
     if len(program.level_bits) <= 4:
         return
-    start = page_layout(program).level_start
+    start = program.layout.level_start
     r = [L.load(R, i * L.n) for i in range(program.head_dim // 16)]
     for level, bits in list(enumerate(program.level_bits, 1))[4:]:
         for j in range(len(r) // 2):
@@ -442,7 +441,7 @@ def fitted_code(
 def descend(L: Any, program: Program, words: Any, page: Index, lane: Index, cosines: Any,
             codes: Any, R: Any) -> None:  # fmt: skip
     """Radii from the block radii of a page down to blocks of 16 coordinates (or the format's)."""
-    layout, radius = page_layout(program), radius_reader(L, program, words, page, lane)
+    layout, radius = program.layout, radius_reader(L, program, words, page, lane)
     r = [radius(word) for word in layout.radius_words]
     for level in range(len(program.level_bits), 4, -1):
         r = _split(L, program, level, r, codes, layout.level_start[level - 1], cosines)
@@ -456,7 +455,7 @@ def leaf_block(
 ) -> None:
     """Rotated coordinates 16b .. 16b+15 from their radii and codes, plus the page offset."""
     levels = min(4, len(program.level_bits))
-    start = page_layout(program).level_start
+    start = program.layout.level_start
     r = [L.load(R, (b * (16 >> levels) + j) * L.n) for j in range(16 >> levels)]
     for level in range(levels, 0, -1):
         r = _split(L, program, level, r, codes, b * (16 >> level) + start[level - 1], cosines)
@@ -488,7 +487,7 @@ def pack(
     L: Any, program: Program, codes: Any, live: Any, words: Any, page: Index, lane: Index
 ) -> None:
     """Codes of a tile to the rows of its page, in the lanes that are ``live``."""
-    layout = page_layout(program)
+    layout = program.layout
     for row in layout.code_rows:
         total = L.u(0)
         for node, shift in row.fields:
@@ -501,7 +500,7 @@ def pack(
 @stage
 def unpack(L: Any, program: Program, words: Any, page: Index, lane: Index, codes: Any) -> None:
     """Inverse of :func:`pack`."""
-    layout = page_layout(program)
+    layout = program.layout
     bits = layout.node_bits()
     for row in layout.code_rows:
         total = L.load_lanes(words, page + row.word, lane, row.width)
@@ -522,7 +521,7 @@ def store_radii(
     """
     nan = L.load(bad, lane)
     finite, within = nan <= L.f(0.0), nan <= L.f(0.0)
-    for j, word in enumerate(page_layout(program).radius_words):
+    for j, word in enumerate(program.layout.radius_words):
         r = L.sqrt(L.load(R, j * L.n))
         fits = r <= L.f(MAX_RADIUS)
         within = within & fits
@@ -544,7 +543,7 @@ def radius_reader(
     L: Any, program: Program, words: Any, page: Index, lane: Index, live: Any = None
 ) -> Callable[[int], Vector]:
     """Reader of a tile's radii, by the row's first word; 0 in lanes that are not ``live``."""
-    layout = page_layout(program)
+    layout = program.layout
     widen: Callable[[Vector], Vector] = partial(half_to_float_lanes, L)
     if layout.anchor_word is not None:
         widen = code_reader(L, words, page + layout.anchor_word)
@@ -633,11 +632,6 @@ def half_to_float_lanes(L: Any, half: Vector) -> Vector:
     bits = half << L.u(13)
     special = bits >= L.u(0x7C00 << 13)
     return L.where(special, L.as_float(bits | L.u(0x7F800000)), L.as_float(bits) * L.f(2.0**112))
-
-
-def page_layout(program: Any) -> PageLayout:
-    """The layout of a program's pages."""
-    return plan_page(program.head_dim, program.level_bits, program.offset, program.radius)
 
 
 def _signed_half_to_float(L: Any, half: Vector) -> Vector:

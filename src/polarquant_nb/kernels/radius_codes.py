@@ -11,7 +11,7 @@ from typing import Any
 
 from polarquant_nb.kernels.jit import Program
 from polarquant_nb.kernels.lanes import Index, Vector, stage
-from polarquant_nb.layout import PAGE, plan_page
+from polarquant_nb.layout import PAGE
 from polarquant_nb.radii import (
     GRID_START,
     LARGEST_SHIFT,
@@ -97,7 +97,7 @@ def choose_anchor(L: Any, program: Program, extremes: Any, anchor: Any) -> None:
 @stage
 def store_radius_codes(L: Any, program: Program, radii: Any, words: Any, page: Index) -> None:
     """Codes of a page's radii, by the anchor that the page has already."""
-    layout = plan_page(program.head_dim, program.level_bits, program.offset, program.radius)
+    layout = program.layout
     code_of = code_writer(L, words, page + layout.anchor_word)
     for block, word in enumerate(layout.radius_words):
 
