@@ -10,7 +10,7 @@ from polarquant_nb.codebooks import Codebooks
 from polarquant_nb.densities import angle_density, angle_range
 from polarquant_nb.formats import PolarFormat, integer
 from polarquant_nb.layout import PAGE, PageLayout
-from polarquant_nb.plot.style import EXPECTED, OBSERVED, angle_axis, flat, new_axes
+from polarquant_nb.plot.style import EXPECTED, OBSERVED, angle_axis, new_axes, panels
 
 __all__ = ["codebook", "page_layout"]
 
@@ -55,9 +55,8 @@ def codebook(codebooks: Codebooks | PolarFormat, level: int | None = None, ax: A
     levels = range(1, there + 1) if level is None else [integer("level", level)]
     if not 1 <= levels[0] <= there:
         raise ValueError(f"level is {level}; the codebooks have levels 1 to {there}")
-    if ax is None:
-        ax = new_axes(1, len(levels), (2.6 * len(levels), 2.4))
-    axes = flat(ax, len(levels), f"{len(levels)} levels are drawn")
+    n = len(levels)
+    axes = panels(ax, 1, n, (2.6 * n, 2.4), f"{n} levels are drawn")
     for one, axis in zip(levels, axes, strict=True):
         _draw_codewords(codebooks.angles[one - 1], one, axis)
     axes[0].set_ylabel("density (rad⁻¹)")

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from polarquant_nb.plot.style import COLOURS, MARKERS, flat, new_axes
+from polarquant_nb.plot.style import COLOURS, MARKERS, new_axes, panels
 
 __all__ = ["frontier", "needle", "speed"]
 
@@ -34,16 +34,15 @@ def speed(results: dict[str, Any], ax: Any = None) -> Any:
         If the number of axes is not the number of panels.
     """
     rows = [row for row in results["rows"] if row["contender"] != "ours"]
-    panels = list(dict.fromkeys(row["stage"].split()[0] for row in rows))
-    if ax is None:
-        ax = new_axes(len(panels), 1, (8, 2.5 * len(panels)))
-    axes = flat(ax, len(panels), f"the results have {len(panels)} panels")
+    stages = list(dict.fromkeys(row["stage"].split()[0] for row in rows))
+    n = len(stages)
+    axes = panels(ax, n, 1, (8, 2.5 * n), f"the results have {n} panels")
     colours = dict(zip(dict.fromkeys(row["contender"] for row in rows), COLOURS, strict=False))
     drawn = [x for row in rows for x in row["quartiles"]]
     limits = min(0.5, *drawn) / 1.1, 1.1 * max(2, *drawn)
-    for panel, axis in zip(panels, axes, strict=True):
-        _draw_speed([row for row in rows if row["stage"].startswith(panel)], colours, axis)
-        axis.set_title(panel)
+    for stage, axis in zip(stages, axes, strict=True):
+        _draw_speed([row for row in rows if row["stage"].startswith(stage)], colours, axis)
+        axis.set_title(stage)
         axis.set_xlim(limits)
     return axes[0] if len(axes) == 1 else axes
 
@@ -120,9 +119,8 @@ def needle(results: dict[str, Any], ax: Any = None) -> Any:
     names = list(dict.fromkeys(row["contender"] for row in rows))
     if not names:
         raise ValueError("the results have no needles")
-    if ax is None:
-        ax = new_axes(1, len(names), (2.2 * len(names), 2.6))
-    axes = flat(ax, len(names), f"the results have {len(names)} contenders")
+    n = len(names)
+    axes = panels(ax, 1, n, (2.2 * n, 2.6), f"the results have {n} contenders")
     lengths = sorted({row["length"] for row in rows})
     depths = sorted({row["depth"] for row in rows})
     for name, axis in zip(names, axes, strict=True):

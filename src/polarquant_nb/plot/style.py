@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["COLOURS", "EXPECTED", "MARKERS", "OBSERVED", "angle_axis", "flat", "new_axes"]
+__all__ = ["COLOURS", "EXPECTED", "MARKERS", "OBSERVED", "angle_axis", "new_axes", "panels"]
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
 OBSERVED = "#56B4E9"
@@ -38,15 +38,15 @@ def new_axes(rows: int, columns: int, size: tuple[float, float]) -> Any:
     return plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)[1]
 
 
-def flat(ax: Any, count: int, what: str) -> Any:
-    """The axes that a caller gave.
+def panels(ax: Any, rows: int, columns: int, size: tuple[float, float], what: str) -> Any:
+    """The axes that a caller gave, or new ones.
 
     Parameters
     ----------
-    ax : Axes, or array of them
+    ax : Axes, an array of them, or None
         Given.
-    count : int
-        How many there must be.
+    rows, columns, size
+        Of a new figure; see :func:`new_axes`.  There must be ``rows * columns`` axes.
     what : str
         What there is one for each of, for the message.
 
@@ -60,8 +60,9 @@ def flat(ax: Any, count: int, what: str) -> Any:
     ValueError
         If there are more or fewer.
     """
-    axes = np.atleast_1d(np.asarray(ax, dtype=object)).ravel()
-    if len(axes) != count:
+    given = new_axes(rows, columns, size) if ax is None else ax
+    axes = np.atleast_1d(np.asarray(given, dtype=object)).ravel()
+    if len(axes) != rows * columns:
         raise ValueError(f"ax holds {len(axes)} axes; {what}")
     return axes
 

@@ -12,8 +12,8 @@ from polarquant_nb.plot.style import (
     MARKERS,
     OBSERVED,
     angle_axis,
-    flat,
     new_axes,
+    panels,
 )
 
 if TYPE_CHECKING:
@@ -43,9 +43,8 @@ def angles(ds: xr.Dataset, ax: Any = None) -> Any:
         If the number of axes is not the number of levels.
     """
     levels = np.atleast_1d(ds["level"].values)
-    if ax is None:
-        ax = new_axes(1, len(levels), (2.6 * len(levels), 2.4))
-    axes = flat(ax, len(levels), f"the dataset has {len(levels)} levels")
+    n = len(levels)
+    axes = panels(ax, 1, n, (2.6 * n, 2.4), f"the dataset has {n} levels")
     for level, axis in zip(levels, axes, strict=True):
         _draw_level(ds if ds["level"].ndim == 0 else ds.sel(level=level), int(level), axis)
     axes[0].set_ylabel("density (rad⁻¹)")
