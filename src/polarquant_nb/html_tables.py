@@ -107,8 +107,7 @@ def _of_state(state: CacheState | None) -> Counter[str]:
 
 
 def _of_store(store: TokenStore) -> Counter[str]:
-    blocks = {id(block): block.nbytes for row in store.table.blocks for block in row}
-    parts = _of_words(store.table.format, sum(blocks.values()))
+    parts = _of_words(store.table.format, store.table.blocks_nbytes)
     parts["exact tokens"] = store.exact.nbytes
     return parts
 

@@ -109,9 +109,13 @@ class PageTable:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all blocks, each counted once, and of the tables that tell where they are."""
-        distinct = {id(block): block.nbytes for row in self.blocks for block in row}
-        return sum(distinct.values()) + self.addresses.nbytes + self.rows.starts.nbytes
+        """Bytes of all blocks, and of the tables that tell where they are."""
+        return self.blocks_nbytes + self.addresses.nbytes + self.rows.starts.nbytes
+
+    @property
+    def blocks_nbytes(self) -> int:
+        """Bytes of all blocks, each counted once."""
+        return sum({id(block): block.nbytes for row in self.blocks for block in row}.values())
 
     def changed(
         self, keep: Sequence[int], more: Sequence[Sequence[Block]], lengths: Sequence[int]
