@@ -9,7 +9,7 @@ errors of the layers below are not in the queries.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from polarquant_nb.contenders import fresh
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Recording", "record_attention", "watch_attention"]
+__all__ = ["Recording", "check_watched", "record_attention", "watch_attention"]
 
 
 @dataclass(frozen=True)
@@ -166,3 +166,23 @@ def watch_attention(model: Any, watch: Callable[..., None]) -> Iterator[None]:
         ALL_ATTENTION_FUNCTIONS.pop(implementation)
         if known and ALL_ATTENTION_FUNCTIONS[implementation] is not known:
             ALL_ATTENTION_FUNCTIONS[implementation] = known  # that of a recording around this one
+
+
+def check_watched(seen: Collection[int], layers: Collection[int]) -> None:
+    """Refuse a model of which :func:`watch_attention` did not see all layers.
+
+    Parameters
+    ----------
+    seen, layers : collection of int
+        Those that were seen, and those that should have been.
+
+    Raises
+    ------
+    ValueError
+        If one is missing.
+    """
+    if not set(layers) <= set(seen):
+        raise ValueError(
+            "queries of some layers were not seen: the model does not look its attention up in "
+            "transformers' AttentionInterface"
+        )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from polarquant_nb.attention_error import watch_attention
+from polarquant_nb.attention_error import check_watched, watch_attention
 from polarquant_nb.codec import encode
 from polarquant_nb.evaluate import compare, prefill, score
 from polarquant_nb.formats import PolarFormat
@@ -140,11 +140,7 @@ def measure_moments(
                 keys = keys - bias.at(sink, keys.shape[-2])
             k_sums[i] = k_sums.get(i, 0) + page_variance(keys)
             widths[i] = cache.layers[i].values.shape[-1]
-    if not q_sums.keys() >= k_sums.keys():
-        raise ValueError(
-            "queries of some layers were not seen: the model does not look its attention up in "
-            "transformers' AttentionInterface"
-        )
+    check_watched(q_sums, k_sums)
     count = len(windows)
     return {i: Moments(q_sums[i] / (count * tokens), k_sums[i] / count, widths[i]) for i in k_sums}
 

@@ -84,7 +84,7 @@ def capture(
     """
     import torch
 
-    from polarquant_nb.attention_error import watch_attention
+    from polarquant_nb.attention_error import check_watched, watch_attention
     from polarquant_nb.evaluate import prefill
     from polarquant_nb.sensitivity import full_layers
 
@@ -108,11 +108,7 @@ def capture(
         raise ValueError(
             f"layers are {wanted}; they must be some of those of full attention, each once: {full}"
         )
-    if not recorder.scales.keys() >= set(chosen):
-        raise ValueError(
-            "queries of some layers were not seen: the model does not look its attention up in "
-            "transformers' AttentionInterface"
-        )
+    check_watched(recorder.scales, chosen)
     for layer in chosen:
         recorder.keep(layer, "key", 0, cache.layers[layer].keys)
         recorder.keep(layer, "value", 0, cache.layers[layer].values)
