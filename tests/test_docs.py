@@ -107,9 +107,25 @@ def stand_in_for_the_real_model(monkeypatch):
     assert main(["eval", "--preset", "balanced", "--json", "quality.json", *lengths]) == 0
 
 
+def attended_on_codes(namespace, printed):
+    assert namespace["cache"].counts.coded == 2 * 5
+    assert "balanced" in printed
+
+
+def said_what_it_holds(_namespace, printed):
+    assert "bits per number" in printed
+
+
+AFTERWARDS: dict[str, Callable[[dict[str, object], str], None]] = {
+    "docs/how-to/custom-decoder.md": said_what_it_holds,
+    "docs/how-to/transformers.md": attended_on_codes,
+}
+"""What is true of a page's variables and what it printed."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=page_name)
-def test_the_python_of_a_page(page, tmp_path, monkeypatch):
+def test_the_python_of_a_page(page, tmp_path, monkeypatch, capsys):
     """All of its blocks in order, as one program; some pages write files."""
     if page_name(page) in SNIPPETS:
         pytest.skip("see SNIPPETS")
@@ -118,6 +134,11 @@ def test_the_python_of_a_page(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if page_name(page) == "docs/how-to/measure-quality.md":
         stand_in_for_the_real_model(monkeypatch)
+    if find_spec("torch"):
+        import torch
+
+        torch.manual_seed(0)  # of random models
+        torch.compiler.reset()
     namespace: dict[str, object] = {"__name__": "__main__"}
     for number, block in enumerate(blocks(page, "python"), 1):
         name = f"{page_name(page)}, block {number}"
@@ -126,6 +147,7 @@ def test_the_python_of_a_page(page, tmp_path, monkeypatch):
             assert not doctest.DocTestRunner().run(example).failed
         else:
             exec(compile(block, name, "exec"), namespace)
+    AFTERWARDS.get(page_name(page), lambda *_: None)(namespace, capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
