@@ -125,7 +125,7 @@ def open_elements(x: Any, name: str = "x") -> tuple[npt.NDArray[Any], ArrayKind]
         not x.dtype.isnative or not x.flags.aligned or any(s % x.itemsize for s in x.strides)
     ):
         x = np.ascontiguousarray(x, x.dtype.newbyteorder("="))
-    return x, ArrayKind(family, dtype)
+    return x, _kind(family, dtype)
 
 
 def open_integers(x: Any, name: str) -> list[int]:
@@ -280,6 +280,12 @@ def from_float32(x: npt.NDArray[np.float32], kind: ArrayKind) -> Any:
         return torch.from_numpy(x).to(getattr(torch, kind.dtype))
     with np.errstate(over="ignore"):
         return x.astype(kind.dtype, copy=False)
+
+
+@cache
+def _kind(family: str, dtype: str) -> ArrayKind:
+    """One object for each kind: faster to find than to make, and to compare."""
+    return ArrayKind(family, dtype)
 
 
 @cache

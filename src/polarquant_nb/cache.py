@@ -14,17 +14,24 @@ from polarquant_nb.budgets import format_pair
 from polarquant_nb.cache_state import CacheState, Settings
 from polarquant_nb.calibration import LayerCalibration
 from polarquant_nb.codebooks import Codebooks
+from polarquant_nb.decode_step import DecodeStep
 from polarquant_nb.formats import FormatPair, PolarFormat, integer
 from polarquant_nb.online import OnlinePreconditioner
 from polarquant_nb.preconditioning import Preconditioner
-from polarquant_nb.queries import open_logits, open_mask, open_queries, result
+from polarquant_nb.queries import (
+    check_query_shape,
+    open_logits,
+    open_mask,
+    open_queries,
+    result,
+)
 from polarquant_nb.storable import check_storable
 from polarquant_nb.tracing import Token, traced_by, untraced_methods
 
 __all__ = ["KVCache"]
 
 
-@untraced_methods("append", "attend", "formats", "recent", "sink")
+@untraced_methods("append", "attend", "formats", "recent", "sink", "step")
 class KVCache:
     """The keys and values of one layer: first and last tokens exact, the others as polar codes.
 
@@ -124,6 +131,7 @@ class KVCache:
     @_state.setter
     def _state(self, state: CacheState | None) -> None:
         self._held = state
+        self._step: DecodeStep | None = None  # it is for the state before
         self._token.count()
 
     # ---- what there is ---------------------------------------------------------------------------
@@ -389,6 +397,66 @@ class KVCache:
         numbers = None if mask is None else open_mask(mask, (*queries.shape, seq_len))
         out, lse = cache_attention.attend(state, queries, logits, numbers)
         return result(queries, out, lse if return_lse else None)
+
+    @traced_by("traced_step")
+    def step(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+    ) -> Any:
+        """Append one token to each row, and attend to it and all tokens before it.
+
+        What :meth:`append` and :meth:`attend` do one after the other, in less time: a decoder's
+        step.
+
+        Parameters
+        ----------
+        q : ndarray or torch.Tensor (CPU), shape ``(batch, num_heads, 1, head_dim)``
+            Queries of the token; see :meth:`attend`.
+        k : likewise, shape ``(batch, num_kv_heads, 1, head_dim)``
+            Keys; see :meth:`append`.
+        v : likewise, shape ``(batch, num_kv_heads, 1, value_head_dim)``
+            Values.
+        scale, softcap : float, optional
+            See :meth:`attend`.
+
+        Returns
+        -------
+        ndarray or torch.Tensor, shape ``(batch, num_heads, 1, value_head_dim)``
+            Of the array type and dtype of ``q``.
+
+        Raises
+        ------
+        TypeError
+            As :meth:`append` and :meth:`attend`.
+        ValueError
+            Likewise.  The cache is as it was, unless only ``q``, ``scale`` or ``softcap`` is wrong.
+        """
+        logits = open_logits(scale, softcap, self.formats.keys.head_dim)
+        step = self._step
+        if step is not None and step.fits(q, k, v, logits):
+            out = step(q, k, v)
+            self._state = step.state
+            self._step = step
+            return out
+        # whatever is wrong has to be found before anything is appended
+        (keys, _), (elements, kind) = open_elements(k, "k"), open_elements(q, "q")
+        for name, shape in (("k", keys.shape), ("q", elements.shape)):
+            if len(shape) != 4 or shape[2] != 1:
+                raise ValueError(
+                    f"{name} has shape {shape}; step takes one token: (…, 1, head_dim)"
+                )
+        check_query_shape(elements.shape, keys.shape, "k")
+        self.append(k, v, q=q)
+        out = self.attend(q, scale=scale, softcap=softcap)
+        state = self._opened()
+        if DecodeStep.is_possible(state, elements.shape[1]) and kind.family == state.kind.family:
+            self._step = DecodeStep(state, q, logits)
+        return out
 
     def decode(self) -> tuple[Any, Any]:
         """All keys and values, as exact as the cache holds them.

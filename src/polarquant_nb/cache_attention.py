@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from polarquant_nb.arrays import widen
 from polarquant_nb.cache_state import CacheState, runs
+from polarquant_nb.codec import element_kind
 from polarquant_nb.exact_attention import attend_exact, merge
 from polarquant_nb.kernels.exact_cpu import add_exact
 from polarquant_nb.kernels.jit import bound
@@ -66,10 +68,11 @@ def _attend_last(
     else:
         out = np.zeros((batch, kv_heads, group, 1, width), np.float32)
         lse = np.full(out.shape[:-1], -np.inf, np.float32)
-    _add_exact()(
+    _add_exact(keys.dtype)(
         queries.x.reshape(rows, group, head_dim),
-        widen(keys, kind).reshape(rows, -1, head_dim),
-        widen(values, kind).reshape(rows, -1, width),
+        keys.reshape(rows, -1, head_dim),
+        values.reshape(rows, -1, width),
+        element_kind(kind),
         np.repeat(np.array(state.exact), kv_heads),
         logits.scale,
         logits.softcap,
@@ -80,9 +83,10 @@ def _attend_last(
 
 
 @cache
-def _add_exact() -> Callable[..., None]:
+def _add_exact(dtype: np.dtype[Any]) -> Callable[..., None]:
     x, n = np.zeros((1, 1, 1), np.float32), np.zeros(1, np.int64)
-    return bound(add_exact, x, x, x, n, 1.0, 0.0, x, x[0])
+    exact = x.astype(dtype)
+    return bound(add_exact, x, exact, exact, 0, n, 1.0, 0.0, x, x[0])
 
 
 def _attend_exact(

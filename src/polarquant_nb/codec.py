@@ -239,7 +239,7 @@ def encode_into(
     def encode_range(first: int, last: int) -> None:
         here = np.zeros(2, np.int64)
         cpu.encode_pages(
-            program, shape, source.flat, _element_kind(source.kind), _direct(source), source.bases,
+            program, shape, source.flat, element_kind(source.kind), _direct(source), source.bases,
             source.strides, source.shape[-2], tables, words, starts, frozen, first, last, here,
         )  # fmt: skip
         events.append(here)
@@ -326,7 +326,7 @@ def decode_rows(
 
     def decode_range(first: int, last: int) -> None:
         cpu.decode_pages(
-            program, shape, rows.words, rows.starts, tables, flat, _element_kind(kind), in_place,
+            program, shape, rows.words, rows.starts, tables, flat, element_kind(kind), in_place,
             start, stop, first, last,
         )  # fmt: skip
 
@@ -405,7 +405,19 @@ def _check_format(fmt: object) -> None:
         )
 
 
-def _element_kind(kind: ArrayKind) -> int:
+def element_kind(kind: ArrayKind) -> int:
+    """What kernels call elements of a kind.
+
+    Parameters
+    ----------
+    kind : ArrayKind
+        Family and dtype.
+
+    Returns
+    -------
+    int
+        ``HALF``, ``BFLOAT`` or ``FLOAT`` of :mod:`polarquant_nb.kernels.cpu`.
+    """
     return {"float16": cpu.HALF, "bfloat16": cpu.BFLOAT}.get(kind.dtype, cpu.FLOAT)
 
 

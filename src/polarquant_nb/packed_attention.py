@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,13 +16,14 @@ from polarquant_nb.codec import Factors, Shape, decode_rows, prepared
 from polarquant_nb.kernels import attention_cpu
 from polarquant_nb.kernels.attention_cpu import LOG2_E
 from polarquant_nb.kernels.attention_stages import GROUP_TOKENS
-from polarquant_nb.kernels.jit import GroupProgram, Program, bound, cpu_isa
+from polarquant_nb.kernels.call_list import Call, Phase
+from polarquant_nb.kernels.jit import GroupProgram, Program, cpu_isa
 from polarquant_nb.layout import PAGE
 from polarquant_nb.preconditioning import RotaryBias
 from polarquant_nb.rows import PackedRows
 from polarquant_nb.threads import get_num_threads, run_ranges
 
-__all__ = ["Bias", "Problem", "attend_packed"]
+__all__ = ["PAGES_PER_HELPER", "Bias", "FusedAttention", "Problem", "attend_packed", "fills_groups"]
 
 _MAX_GROUP = 8
 """Most queries that share a walk: their sums have to stay in registers."""
@@ -31,7 +32,10 @@ _FUSED_QUERIES = 64
 """With more queries to a kv head, decoding pages and multiplying matrices is faster."""
 
 _PAGES_PER_THREAD = 128
-"""Fewest pages that are worth a thread: torch's own threads spin for a while after they worked."""
+"""Fewest pages, of any row, that are worth a thread that Python starts."""
+
+PAGES_PER_HELPER = 24
+"""Fewest that are worth one of a :class:`~polarquant_nb.kernels.call_list.CallList`."""
 
 _WEIGHT_BYTES = 2**20
 """Weights held at a time by the fused path, over all rows."""
@@ -122,7 +126,8 @@ def attend_packed(problem: Problem) -> tuple[FloatArray, FloatArray]:
         return _by_page_groups(problem)
     if rotary is not None:
         problem = replace(problem, bias=_with_rotary(problem, rotary))
-    return _fused(problem)
+    fused = FusedAttention(problem.keys, problem.values, n)
+    return fused(problem.queries, problem.scale, problem.softcap, problem.bias, problem.visible)
 
 
 def _with_rotary(problem: Problem, rotary: RotaryBias) -> Bias:
@@ -152,14 +157,11 @@ class _Side:
     codec: Program
     sizes: Shape
     tables: Factors  # but for the signs, which depend on the rows
-    bound: dict[str, Callable[..., Any]]
+    code: dict[Any, Any]
 
-    def run(self, kernel: Callable[..., Any], *arguments: Any) -> None:
-        """Call a kernel, the first time to find its code."""
-        name = kernel.__name__
-        if name not in self.bound:
-            self.bound[name] = bound(kernel, *arguments)
-        self.bound[name](*arguments)
+    def call(self, kernel: Callable[..., None], *arguments: Any) -> Call:
+        """A call of a kernel, which is looked up once."""
+        return Call(kernel, arguments, self.code)
 
 
 def _side(rows: PackedRows, group: int, *, back: bool) -> _Side:
@@ -175,51 +177,169 @@ def _side(rows: PackedRows, group: int, *, back: bool) -> _Side:
     return side
 
 
-def _fused(problem: Problem) -> tuple[FloatArray, FloatArray]:
-    keys, values = problem.keys, problem.values
-    rows, n, _ = problem.queries.shape
-    group = min(n, _MAX_GROUP)
-    groups = -(-n // group)
-    queries, visible, bias = problem.queries, problem.visible, problem.bias or _no_bias(rows, n)
-    base = bias.base
-    if groups * group > n:
-        extra = ((0, 0), (0, groups * group - n))
-        queries = np.pad(queries, (*extra, (0, 0)))
-        # the queries that fill the group up see nothing, but their bias is read
-        visible, base = np.pad(visible, extra), np.pad(base, extra, mode="edge")
-    k, v = _side(keys, group, back=False), _side(values, group, back=True)
-    k_tables, v_tables = (keys.inverse_signs, *k.tables), (values.inverse_signs, *v.tables)
+class FusedAttention:
+    """A number of queries for each row to the same pages: what all of them share, worked out once.
 
-    threads = max(1, min(get_num_threads(), rows * groups * keys.num_pages // _PAGES_PER_THREAD))
-    shape = group, groups, *_split(keys.num_pages, rows * groups, group, threads)
-    _, _, ranges, range_pages, span_pages = shape
-    items = rows * groups * ranges
-    grain = max(1, items // threads)
-    S = _scratch("S", items * group * (span_pages * PAGE + 16))
-    sums = _scratch("sums", items * group * values.format.head_dim * v.codec.lanes)
-    top, totals, factors = np.empty((3, items * group), np.float32)
+    Parameters
+    ----------
+    keys, values : PackedRows
+        Of equal lengths.
+    n : int
+        Queries of a row.
+    pages_per_thread : int
+        How work is cut.
+    """
 
-    def attend(first: int, last: int) -> None:
-        for span in range(-(-range_pages // span_pages)):
-            k.run(
-                attention_cpu.weigh_keys, k.program, k.codec, shape, k.sizes, queries.reshape(-1),
-                keys.words, keys.starts, keys.lengths, k_tables, problem.scale, problem.softcap,
-                bias.flat, base.reshape(-1), bias.stride, visible.reshape(-1), span, S, top, totals,
-                factors, first, last,
-            )  # fmt: skip
-            v.run(
-                attention_cpu.add_values, v.program, shape, v.sizes, values.words, values.starts,
-                values.lengths, v_tables, span, S, factors, sums, first, last,
-            )  # fmt: skip
+    def __init__(
+        self,
+        keys: PackedRows,
+        values: PackedRows,
+        n: int,
+        pages_per_thread: int = _PAGES_PER_THREAD,
+    ) -> None:
+        rows, group = len(keys.starts), min(n, _MAX_GROUP)
+        groups = -(-n // group)
+        k, v = _side(keys, group, back=False), _side(values, group, back=True)
+        k_tables, v_tables = (keys.inverse_signs, *k.tables), (values.inverse_signs, *v.tables)
+        work = rows * groups * keys.num_pages
+        self._threads = max(1, min(get_num_threads(), work // pages_per_thread))
+        ranges, range_pages, span_pages = _split(
+            keys.num_pages, rows * groups, group, self._threads
+        )
+        shape = group, groups, ranges, range_pages, span_pages
+        self._n, self._group, self._k, self._v = n, group, k, v
+        self._out_shape = rows, groups * group, values.format.head_dim
+        self._items, self._spans = rows * groups * ranges, -(-range_pages // span_pages)
+        self._weights_size = self._items * group * (span_pages * PAGE + 16)
+        self._sums_size = self._items * group * values.format.head_dim * v.codec.lanes
+        self._of_keys = k.program, k.codec, shape, k.sizes
+        self._key_pages = keys.words, keys.starts, keys.lengths, k_tables
+        self._of_values = (
+            v.program, shape, v.sizes, values.words, values.starts, values.lengths, v_tables
+        )  # fmt: skip
+        self._of_sums = v.program, v.codec, shape, v.sizes, v_tables
 
-    run_ranges(attend, items, grain)
-    out = np.empty((rows, groups * group, values.format.head_dim), np.float32)
-    lse = np.empty((rows, groups * group), np.float32)
-    v.run(
-        attention_cpu.merge_ranges, v.program, v.codec, shape, v.sizes, v_tables, sums, top, totals,
-        out.reshape(-1), lse.reshape(-1),
-    )  # fmt: skip
-    return out[:, :n], lse[:, :n]
+    def __call__(
+        self,
+        queries: FloatArray,
+        scale: float,
+        softcap: float,
+        bias: Bias | None = None,
+        visible: npt.NDArray[np.int64] | None = None,
+    ) -> tuple[FloatArray, FloatArray]:
+        """Attention; arguments are not checked.
+
+        Parameters
+        ----------
+        queries : array of float32, shape ``(rows, n, head_dim)``
+            Contiguous.
+        scale, softcap, bias
+            See :class:`Problem`.
+        visible : array of int64, shape ``(rows, n)``, optional
+            As there; by default all tokens.
+
+        Returns
+        -------
+        out : array of float32, shape ``(rows, n, value_head_dim)``
+            See :func:`attend_packed`.
+        lse : array of float32, shape ``(rows, n)``
+            Likewise.
+        """
+        (rows, padded, _), n = self._out_shape, self._n
+        bias = bias or _no_bias(rows, n)
+        base, visible = bias.base, _everything(rows, n) if visible is None else visible
+        if padded > n:
+            extra = ((0, 0), (0, padded - n))
+            queries = np.pad(queries, (*extra, (0, 0)))
+            # the queries that fill the group up see nothing, but their bias is read
+            visible, base = np.pad(visible, extra), np.pad(base, extra, mode="edge")
+        bias, sums = Bias(bias.flat, base, bias.stride), self._sums()
+        out, lse = np.empty(self._out_shape, np.float32), np.empty((rows, padded), np.float32)
+
+        def attend(first: int, last: int) -> None:
+            for call in self._attending(queries, scale, softcap, bias, visible, sums, first, last):
+                call()
+
+        run_ranges(attend, self._items, max(1, self._items // self._threads))
+        self._merging(sums, out, lse)()
+        return (out, lse) if padded == n else (out[:, :n], lse[:, :n])
+
+    def phases(
+        self, queries: FloatArray, scale: float, softcap: float, out: FloatArray, lse: FloatArray
+    ) -> list[Phase]:
+        """The same for a :class:`~polarquant_nb.kernels.call_list.CallList`, of all tokens.
+
+        It is to be run by the thread that asks for it, which lends its scratch memory.
+
+        Parameters
+        ----------
+        queries, scale, softcap
+            As above; see :func:`fills_groups`.
+        out, lse : arrays of float32, shapes ``(rows, n, value_head_dim)``, ``(rows, n)``
+            What to write to.
+
+        Returns
+        -------
+        list of Phase
+            To run one after the other.
+        """
+        rows, n, _ = queries.shape
+        sums, visible, bias = self._sums(), _everything(rows, n), _no_bias(rows, n)
+        # with threads to help, each item is a list: whoever has time takes the next
+        step = self._items if self._threads == 1 else 1
+        attending = [
+            self._attending(queries, scale, softcap, bias, visible, sums, first, first + step)
+            for first in range(0, self._items, step)
+        ]
+        return [attending, [[self._merging(sums, out, lse)]]]
+
+    def _sums(self) -> _Sums:
+        top, totals, factors = np.empty((3, self._items * self._group), np.float32)
+        S, sums = _scratch("S", self._weights_size), _scratch("sums", self._sums_size)
+        return _Sums(S, sums, top, totals, factors)
+
+    def _attending(
+        self, queries: FloatArray, scale: float, softcap: float, bias: Bias,
+        visible: npt.NDArray[np.int64], sums: _Sums, first: int, last: int,
+    ) -> list[Call]:  # fmt: skip
+        """What turns pages to sums, for some items."""
+        S, vectors, top, totals, factors = sums
+        calls = []
+        for span in range(self._spans):
+            calls += [
+                self._k.call(
+                    attention_cpu.weigh_keys, *self._of_keys, queries.reshape(-1),
+                    *self._key_pages, scale, softcap, bias.flat, bias.base.reshape(-1),
+                    bias.stride, visible.reshape(-1), span, S, top, totals, factors, first, last,
+                ),
+                self._v.call(
+                    attention_cpu.add_values, *self._of_values, span, S, factors, vectors, first,
+                    last,
+                ),
+            ]  # fmt: skip
+        return calls
+
+    def _merging(self, sums: _Sums, out: FloatArray, lse: FloatArray) -> Call:
+        _, vectors, top, totals, _ = sums
+        return self._v.call(
+            attention_cpu.merge_ranges, *self._of_sums, vectors, top, totals, out.reshape(-1),
+            lse.reshape(-1),
+        )  # fmt: skip
+
+
+def fills_groups(n: int) -> bool:
+    """Whether so many queries of a row are walked over pages in groups that are full."""
+    return n <= _MAX_GROUP or n % _MAX_GROUP == 0
+
+
+class _Sums(NamedTuple):
+    """What kernels write down on the way: weights, sums of values, and what goes with them."""
+
+    S: FloatArray
+    vectors: FloatArray
+    top: FloatArray
+    totals: FloatArray
+    factors: FloatArray
 
 
 _local = threading.local()
@@ -239,6 +359,12 @@ def _scratch(name: str, size: int) -> FloatArray:
 @lru_cache(maxsize=4)  # nearly always the numbers of the call before
 def _no_bias(rows: int, n: int) -> Bias:
     return Bias(np.empty(0, np.float32), np.zeros((rows, n), np.int64), 0)
+
+
+@lru_cache(maxsize=4)
+def _everything(rows: int, n: int) -> npt.NDArray[np.int64]:
+    """Queries that see every token, however many there are."""
+    return np.full((rows, n), np.iinfo(np.int64).max)
 
 
 def _split(num_pages: int, rows: int, group: int, threads: int) -> tuple[int, int, int]:

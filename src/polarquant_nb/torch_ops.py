@@ -19,7 +19,7 @@ from polarquant_nb.cache import KVCache
 from polarquant_nb.pages import PolarPages
 from polarquant_nb.tracing import OWNERS
 
-__all__ = ["call_untraced", "traced_append", "traced_attend", "traced_attention"]
+__all__ = ["call_untraced", "traced_append", "traced_attend", "traced_attention", "traced_step"]
 
 Tensor = torch.Tensor
 Results = list[Tensor]
@@ -109,6 +109,38 @@ def traced_attend(
         token, q.detach(), _tensor(mask), width, scale, softcap, return_lse
     )
     return tuple(results) if return_lse else results[0]
+
+
+def traced_step(
+    function: Callable[..., Any],
+    cache: KVCache,
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> Any:
+    """:meth:`KVCache.step` in a graph: both operators.
+
+    Parameters
+    ----------
+    function : callable
+        That method, for what is no torch tensor.
+    cache : KVCache
+        Keys and values.
+    q, k, v, scale, softcap
+        As there.
+
+    Returns
+    -------
+    Tensor
+        As there.
+    """
+    if cache._token.tensor is None or not all(isinstance(x, Tensor) for x in (q, k, v)):
+        return call_untraced(function, cache, q, k, v, scale=scale, softcap=softcap)
+    cache.append(k, v, q=q)
+    return cache.attend(q, scale=scale, softcap=softcap)
 
 
 def traced_attention(

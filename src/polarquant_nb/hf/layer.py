@@ -242,6 +242,8 @@ class PolarLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             None if a query may attend to a token after it: codes cannot do that, and nothing has
             been appended.
         """
+        if mask is None and sinks is None and self._is_step:
+            return self._step(q, scale, softcap)
         padding = self._padding(mask)
         columns = self._columns
         if self._waiting is not None:
@@ -389,6 +391,21 @@ class PolarLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             return None
         counts = leading_padding(mask, self.get_seq_length(), self._waiting[0].shape[0])
         return counts if any(counts) else None
+
+    @property
+    def _is_step(self) -> bool:
+        """Whether one token waits behind others."""
+        waiting = self._waiting
+        return waiting is not None and waiting[0].shape[2] == 1 and self._cache is not None
+
+    def _step(self, q: Tensor, scale: float | None, softcap: float | None) -> Tensor:
+        """Append a token, and attend to all of its row: what most calls do."""
+        assert self._cache is not None
+        assert self._waiting is not None
+        out: Tensor = self._cache.step(q, *self._waiting, scale=scale, softcap=softcap)
+        self._waiting, self._columns = None, self._columns.appended(1, None)
+        self.counts.coded += 1
+        return out
 
     @property
     def _is_long(self) -> bool:

@@ -21,7 +21,17 @@ from numba.extending import NativeValue, models, register_model, typeof_impl, un
 
 from polarquant_nb.layout import PageLayout, plan_page
 
-__all__ = ["ISA", "GroupProgram", "Program", "ProgramType", "bound", "cpu_isa", "inlined", "kernel"]
+__all__ = [
+    "ISA",
+    "GroupProgram",
+    "Program",
+    "ProgramType",
+    "bound",
+    "cpu_isa",
+    "inlined",
+    "kernel",
+    "machine_code",
+]
 
 ISA = Literal["avx512", "avx2", "portable"]
 
@@ -76,13 +86,26 @@ def bound(function: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
     if config.DISABLE_JIT:
         return function
     dispatcher: Any = function
-    kinds = [dispatcher.typeof_pyval(argument) for argument in arguments]
-    signature = tuple(
-        kind.copy(readonly=False) if isinstance(kind, types.Array) else kind for kind in kinds
-    )
+    signature = _signature(dispatcher, arguments)
     dispatcher.compile(signature)
     entry: Callable[..., Any] = dispatcher.get_overload(signature)
     return entry
+
+
+def machine_code(function: Callable[..., Any], *arguments: Any) -> tuple[int, tuple[Any, ...]]:
+    """Where a kernel's machine code for arguments of these types is, and Numba's types of them."""
+    dispatcher: Any = function
+    signature = _signature(dispatcher, arguments)
+    dispatcher.compile(signature)
+    result = dispatcher.overloads[signature]
+    return result.library.get_pointer_to_function(result.fndesc.llvm_func_name), signature
+
+
+def _signature(dispatcher: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    kinds = [dispatcher.typeof_pyval(argument) for argument in arguments]
+    return tuple(
+        kind.copy(readonly=False) if isinstance(kind, types.Array) else kind for kind in kinds
+    )
 
 
 def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
