@@ -271,6 +271,19 @@ def test_who_waits_for_a_helper_works_alone_for_a_while(threads, monkeypatch):
     mine._alone, mine._next_alone = 0, team._LEAST_ALONE
 
 
+@pytest.mark.parametrize("steps_after", [0, 1, 3])
+def test_an_announced_step_may_come_or_not(steps_after, threads, monkeypatch):
+    monkeypatch.setattr("polarquant_nb.decode_step.PAGES_PER_HELPER", 1)
+    threads(3)
+    stepped, other = pair(600)
+    for _ in range(5):
+        assert_steps_like(stepped, other, 2)
+        if stepped._step:
+            stepped._step.announce()
+            stepped._step.announce()
+        assert_steps_like(stepped, other, steps_after)
+
+
 @pytest.mark.skipif(NOJIT, reason="helpers run compiled code only")
 def test_helpers_do_not_survive_a_fork_and_are_made_anew():
     code = """
@@ -292,7 +305,7 @@ assert os.waitpid(pid, 0)[1] == 0
 assert np.isfinite(go()).all()
 print("both")
 """
-    assert run_python(code).strip() == "both"
+    assert run_python("-c", code).strip() == "both"
 
 
 # ---- the words that kernels are called with ------------------------------------------------------

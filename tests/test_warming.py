@@ -5,12 +5,16 @@ import pytest
 from support import NOJIT
 
 import polarquant_nb as pq
-from polarquant_nb.kernels import attention_cpu, cpu
+from polarquant_nb.kernels import attention_cpu, cpu, exact_cpu, native
+
+KERNELS = (
+    cpu.encode_pages, cpu.decode_pages, attention_cpu.weigh_keys, attention_cpu.add_values,
+    attention_cpu.merge_ranges, exact_cpu.store_token, exact_cpu.add_exact,
+)  # fmt: skip
 
 
 def compiled():
-    kernels = cpu.encode_pages, cpu.decode_pages, attention_cpu.weigh_keys, attention_cpu.add_values
-    return [len(kernel.signatures) for kernel in (*kernels, attention_cpu.merge_ranges)]
+    return [*(len(kernel.signatures) for kernel in KERNELS), native.shim.cache_info().currsize]
 
 
 @pytest.mark.skipif(NOJIT, reason="nothing is compiled")
@@ -22,6 +26,8 @@ def test_nothing_is_compiled_after_it():
     cache.append(k, v)
     cache.attend(np.zeros((1, 9, 1, 64), np.float32))
     cache.decode()
+    for _ in range(3):
+        cache.step(np.zeros((1, 9, 1, 64), np.float32), k[:, :, :1], v[:, :, :1])
     assert compiled() == before
 
 

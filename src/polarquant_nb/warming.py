@@ -9,6 +9,7 @@ import numpy as np
 
 from polarquant_nb.arrays import ArrayKind, element_dtype, strided
 from polarquant_nb.budgets import format_pair
+from polarquant_nb.cache import KVCache
 from polarquant_nb.codebooks import Codebooks
 from polarquant_nb.codec import decode_rows, encode_into
 from polarquant_nb.formats import FormatPair, PolarFormat, integer
@@ -83,6 +84,7 @@ def warmup(
     for n in counts:
         q = np.zeros((1, n, formats.keys.head_dim), np.float32)
         attend_packed(Problem(q, keys, values, 1.0, 0.0, None, np.ones((1, n), np.int64)))
+        _step(formats, n, "float16" if dtype == "bfloat16" else dtype)  # the same kernels
     return time.perf_counter() - start
 
 
@@ -95,3 +97,13 @@ def _token(fmt: PolarFormat, kind: ArrayKind) -> PackedRows:
     rows = PackedRows(fmt, codebooks, words, starts, np.ones(1, np.int64))
     decode_rows(rows, 0, 1, source.reshape(-1)[: fmt.head_dim], kind)
     return rows
+
+
+def _step(formats: FormatPair, n: int, dtype: str) -> None:
+    """What a decoder does, for the first time and as it is prepared then."""
+    cache = KVCache(formats, sink=0, recent=0)
+    q = np.zeros((1, n, 1, formats.keys.head_dim), dtype)
+    k, v = (np.zeros((1, 1, PAGE, fmt.head_dim), dtype) for fmt in (formats.keys, formats.values))
+    cache.append(k, v)
+    for _ in range(2):
+        cache.step(q, k[:, :, :1], v[:, :, :1])

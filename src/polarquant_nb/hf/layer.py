@@ -176,6 +176,8 @@ class PolarLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._held, self._dtypes = held, (key_states.dtype, value_states.dtype)
         self._waiting = key_states.detach(), value_states.detach()
         self._changes += 1
+        if self._is_step and self._cache is not None and self._cache._step is not None:
+            self._cache._step.announce()  # attention comes next
         return self._handles(*((key_states, value_states) if first else (None, None)))
 
     def settle(self, mask: Tensor | None = None, q: Tensor | None = None) -> None:

@@ -16,7 +16,7 @@ from numba.core import config
 
 from polarquant_nb.kernels.jit import bound, machine_code
 from polarquant_nb.kernels.native import shim, words_of
-from polarquant_nb.kernels.team import run_phase
+from polarquant_nb.kernels.team import announce_phase, run_phase
 from polarquant_nb.threads import get_num_threads
 
 __all__ = ["Call", "CallList", "Phase"]
@@ -87,12 +87,19 @@ class CallList:
         for phase in self._phases:
             phase.run()
 
+    def announce(self) -> None:
+        """Wake the threads that will help, some hundred microseconds before they are needed."""
+        announce_phase(max(phase.helpers() for phase in self._phases))
+
 
 class _Interpreted:
     """A phase of kernels that are plain Python."""
 
     def __init__(self, phase: Phase) -> None:
         self._phase = phase
+
+    def helpers(self) -> int:
+        return 0
 
     def run(self) -> None:
         for calls in self._phase:
@@ -111,8 +118,11 @@ class _Compiled:
     def run(self) -> None:
         words = self._words
         words[1] = words[2] = 0
-        if not run_phase(self._address, min(len(words) - 3, get_num_threads()) - 1):
+        if not run_phase(self._address, self.helpers()):
             raise MemoryError("a kernel got no memory")
+
+    def helpers(self) -> int:
+        return min(len(self._words) - 3, get_num_threads()) - 1
 
     def _put(self, calls: Sequence[Call]) -> int:
         """A list in memory; returns its address."""

@@ -19,12 +19,15 @@ from numba import cfunc, njit, types
 
 from polarquant_nb.kernels.native import add_word, ask, call_shim, load_word, store_word
 
-__all__ = ["run_phase"]
+__all__ = ["announce_phase", "run_phase"]
 
 # words of a phase: how many lists it has, how many are taken, whether one failed, where each is
 _TAKEN, _FAILED, _LISTS = 8, 16, 24
 # words of a team: the phase to help with or 0, and how many threads look at it
 _LOOKING = 8
+
+_PATIENCE = 500
+"""How often a helper that was woken looks for a phase, letting others run in between."""
 
 _LEAST_ALONE, _MOST_ALONE = 32, 1024
 """Phases that a thread runs alone after a helper was late: the more often, the more."""
@@ -54,6 +57,18 @@ def run_phase(phase: int, helpers: int) -> bool:
         team.busy.release()
 
 
+def announce_phase(helpers: int) -> None:
+    """Wake helpers for a phase that is run within some hundred microseconds.
+
+    Parameters
+    ----------
+    helpers : int
+        As :func:`run_phase` will be told.
+    """
+    if helpers > 0:
+        _team().announce(helpers)
+
+
 class _Team:
     """Helpers, made as they are wanted; they help one thread at a time.
 
@@ -65,10 +80,17 @@ class _Team:
     def __init__(self) -> None:
         self.busy = Lock()
         self._alone, self._next_alone = 0, _LEAST_ALONE
+        self._is_announced = False
         self._bells: list[Any] = []
         self._words = np.zeros(2, np.int64)
         self._address = self._words.ctypes.data
         self._code = _code()
+
+    def announce(self, helpers: int) -> None:
+        if not self._alone and self.busy.acquire(blocking=False):
+            self._ring(helpers)
+            self._is_announced = True
+            self.busy.release()
 
     def run(self, phase: int, helpers: int) -> int:
         if self._alone:
@@ -76,11 +98,9 @@ class _Team:
             return int(self._code.run(phase))
         start = perf_counter()
         self._code.offer(self._address, phase)
-        for bell in self._bells[:helpers]:
-            if bell.locked():  # else it has rung, and nobody has come yet
-                bell.release()
-        while len(self._bells) < helpers:
-            self._add()
+        if not self._is_announced:
+            self._ring(helpers)
+        self._is_announced = False
         self._code.take(phase)
         middle = perf_counter()
         failed: int = self._code.finish(self._address, phase, self._code.yield_)
@@ -90,16 +110,20 @@ class _Team:
             self._next_alone = _LEAST_ALONE
         return failed
 
-    def _add(self) -> None:
-        bell = Lock()
-        self._bells.append(bell)
-        Thread(target=self._wait, args=(bell,), name="polarquant", daemon=True).start()
+    def _ring(self, helpers: int) -> None:
+        while len(self._bells) < helpers:
+            bell = Lock()
+            self._bells.append(bell)
+            Thread(target=self._wait, args=(bell,), name="polarquant", daemon=True).start()
+        for bell in self._bells[:helpers]:
+            if bell.locked():  # else it has rung, and nobody has come yet
+                bell.release()
 
     def _wait(self, bell: Any) -> None:
-        help_, address = self._code.help, self._address
+        help_, address, yield_ = self._code.help, self._address, self._code.yield_
         while True:
             bell.acquire()
-            help_(address)
+            help_(address, yield_)
 
 
 # ---- without the interpreter ---------------------------------------------------------------------
@@ -151,8 +175,12 @@ def _finish(team: int, phase: int, yield_: int) -> int:
     return load_word(phase + _FAILED)
 
 
-def _help(team: int) -> None:
-    """Help with what there is."""
+def _help(team: int, yield_: int) -> None:
+    """Help with what there is, or will be soon."""
+    patience = _PATIENCE if yield_ else 0
+    while patience and load_word(team) == 0:
+        ask(yield_)
+        patience -= 1
     add_word(team + _LOOKING, 1)
     phase = load_word(team)
     if phase:
@@ -170,7 +198,7 @@ class _Code:
             cfunc(types.void(word))(_take),
             cfunc(types.void(word, word))(_offer),
             cfunc(word(word, word, word))(_finish),
-            cfunc(types.void(word))(_help),
+            cfunc(types.void(word, word))(_help),
         )
         self.run, self.take, self.offer, self.finish, self.help = (
             function.ctypes for function in self._functions
