@@ -162,6 +162,16 @@ def test_tensors(steps):
     assert len(steps) > 40
 
 
+def test_lists_of_numbers():
+    stepped, other = pair(10)
+    q, (k, v) = queries(1, 4, np.float64), tokens(1, 1, seed=3)
+    for _ in range(2):
+        out = stepped.step(q.tolist(), k, v)
+    for _ in range(2):
+        other.append(k, v)
+    np.testing.assert_allclose(out, other.attend(q), rtol=1e-5)
+
+
 def test_a_result_is_not_changed_by_the_next_step():
     stepped, _ = pair(200)
     q = queries(1, 4)

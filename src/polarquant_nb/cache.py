@@ -455,7 +455,7 @@ class KVCache:
         out = self.attend(q, scale=scale, softcap=softcap)
         state = self._opened()
         if DecodeStep.is_possible(state, elements.shape[1]) and kind.family == state.kind.family:
-            self._step = DecodeStep(state, q, logits)
+            self._step = DecodeStep(state, elements.shape[1], kind, logits)
         return out
 
     def decode(self) -> tuple[Any, Any]:

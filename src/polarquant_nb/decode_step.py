@@ -38,8 +38,10 @@ class DecodeStep:
     ----------
     state : CacheState
         What is appended to; see :meth:`is_possible`.
-    q : ndarray or torch.Tensor, shape ``(batch, num_heads, 1, head_dim)``
-        Of the shape and dtype that queries will have.
+    num_heads : int
+        Of queries.
+    kind : ArrayKind
+        Of queries, and of results; of the family of the state.
     logits : Logits
         Scale and softcap.
 
@@ -49,18 +51,18 @@ class DecodeStep:
         With all tokens so far.
     """
 
-    def __init__(self, state: CacheState, q: Any, logits: Logits) -> None:
+    def __init__(self, state: CacheState, num_heads: int, kind: ArrayKind, logits: Logits) -> None:
         self.state, self._logits, self._room = state, logits, _room(state)
         self._thread, self._num_threads = get_ident(), get_num_threads()
         (batch, kv_heads, _, head_dim), width = state.keys.exact.shape, state.values.exact.shape[3]
-        rows, heads, family = batch * kv_heads, q.shape[1], state.kind.family
-        self._q = _Place((batch, heads, 1, head_dim), ArrayKind(family, "float32"), q.dtype)
-        self._k = _Place((batch, kv_heads, 1, head_dim), state.kind)
-        self._v = _Place((batch, kv_heads, 1, width), state.kind)
-        self._out = _Place((batch, heads, 1, width), ArrayKind(family, "float32"), q.dtype)
+        wide = ArrayKind(kind.family, "float32")
+        self._q = _Place((batch, num_heads, 1, head_dim), wide, kind)
+        self._k = _Place((batch, kv_heads, 1, head_dim), state.kind, state.kind)
+        self._v = _Place((batch, kv_heads, 1, width), state.kind, state.kind)
+        self._out = _Place((batch, num_heads, 1, width), wide, kind)
         self._counts = np.repeat(np.array(state.exact), kv_heads)
         self._good = np.ones(1, np.bool)
-        self._calls = CallList(self._phases(rows, heads // kv_heads))
+        self._calls = CallList(self._phases(batch * kv_heads, num_heads // kv_heads))
 
     @staticmethod
     def is_possible(state: CacheState, num_heads: int) -> bool:
@@ -189,15 +191,15 @@ class _Place:
         Shape.
     kind : ArrayKind
         Of the memory.
-    dtype : dtype, optional
-        Of what is copied, if it is another one.
+    outer : ArrayKind
+        Of what is copied.
     """
 
-    def __init__(self, shape: tuple[int, ...], kind: ArrayKind, dtype: Any = None) -> None:
+    def __init__(self, shape: tuple[int, ...], kind: ArrayKind, outer: ArrayKind) -> None:
         self._array, flat = new_array(shape, kind)
         self.elements: npt.NDArray[Any] = flat.reshape(shape)
         self._shape, self._type = self._array.shape, type(self._array)
-        self._dtype = self._array.dtype if dtype is None else dtype
+        self._dtype = new_array((), outer)[0].dtype
         self._is_torch = kind.family == "torch"
 
     def fits(self, x: Any) -> bool:

@@ -255,6 +255,8 @@ class PolarLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             shown, is_causal = token_mask(mask, columns, q.shape[0])
         if not is_causal:
             return None
+        if shown is None and padding is None and sinks is None and self._is_step:
+            return self._step(q, scale, softcap)
         if self._waiting is not None and self._is_long:
             out, lse = self._attend_before_append(
                 q, None if shown is None else mask, padding, scale, softcap
@@ -404,8 +406,9 @@ class PolarLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Append a token, and attend to all of its row: what most calls do."""
         assert self._cache is not None
         assert self._waiting is not None
-        out: Tensor = self._cache.step(q, *self._waiting, scale=scale, softcap=softcap)
-        self._waiting, self._columns = None, self._columns.appended(1, None)
+        (k, v), self._waiting = self._waiting, None
+        out: Tensor = self._cache.step(q, k, v, scale=scale, softcap=softcap)
+        self._columns = self._columns.appended(1, None)
         self.counts.coded += 1
         return out
 
