@@ -1,13 +1,16 @@
-"""Shared by the tests: formats that are compiled, data, codes read back, other interpreters."""
+"""Shared by the tests: formats that are compiled, data, codes and datasets read back."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 from numba import config
 
 from polarquant_nb import PolarFormat, PolarPages
@@ -54,6 +57,25 @@ SMALL = RANDOM_FORMATS[3]
 
 SMALL_OFFSET = PolarFormat(64, (5, 4, 4, 4, 4, 4), "int8")
 """The same with an offset: the keys of the ``balanced`` preset."""
+
+
+STORES = ("h5netcdf", "zarr 2", "zarr 3")
+"""How datasets are kept: NetCDF-4, and both formats of zarr."""
+
+
+def stored(ds: Any, path: Path, store: str) -> Any:
+    """A dataset, written and opened again."""
+    import xarray as xr
+
+    engine, *version = store.split()
+    pytest.importorskip(engine)
+    if engine == "h5netcdf":
+        ds.to_netcdf(path, engine=engine)
+    else:
+        with warnings.catch_warnings():  # of format 3, what it says about strings may change
+            warnings.simplefilter("ignore" if version == ["3"] else "error")
+            ds.to_zarr(path, zarr_format=int(version[0]))
+    return xr.open_dataset(path, engine=engine)
 
 
 def ident(fmt: PolarFormat) -> str:

@@ -10,6 +10,7 @@ pytest.importorskip("transformers")
 
 import torch
 from language_models import CharacterTokenizer, random_ids, real_model
+from support import STORES, stored
 from tiny_models import FAMILIES, tiny
 
 import polarquant_nb as pq
@@ -134,14 +135,17 @@ def test_half_precision_is_kept_in_float32():
     assert torch.equal(torch.from_numpy(captured.key[0].values).bfloat16(), exact)
 
 
-def test_captures_survive_files(tmp_path):
-    pytest.importorskip("h5netcdf")
-    import xarray as xr
-
+@pytest.mark.parametrize("store", STORES)
+def test_captures_survive_files(tmp_path, store):
     captured = capture(tiny("gemma2"), [3, 4, 5], before_rope=True)
-    captured.to_netcdf(tmp_path / "c.nc", engine="h5netcdf")
-    with xr.open_dataset(tmp_path / "c.nc", engine="h5netcdf") as back:
+    with stored(captured, tmp_path / "c", store) as back:
         assert back.identical(captured)
+        assert {name: x.dtype for name, x in back.items()} == {
+            name: x.dtype for name, x in captured.items()
+        }
+        fmt = pq.preset("balanced", 32).keys
+        found, expected = (pq.analysis.angles(ds.key, fmt, by="layer") for ds in (back, captured))
+        assert found.identical(expected)
 
 
 def test_what_was_captured_can_be_analysed():

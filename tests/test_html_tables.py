@@ -32,7 +32,7 @@ class Table(HTMLParser):
         self.open.append(tag)
         if tag == "tr":
             self.rows.append([])
-        elif tag == "td":
+        elif tag in ("td", "th"):
             self.rows[-1].append("")
         elif "title" in attrs:
             name, count = attrs["title"].split(": ")
@@ -43,7 +43,7 @@ class Table(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        if self.open[-1] == "td":
+        if self.open[-1] in ("td", "th"):
             self.rows[-1][-1] += data
         else:
             self.text += data
@@ -79,7 +79,7 @@ def test_pages(fmt):
     cells = dict(table.rows)
     assert cells["shape"] == f"2 × {TOKENS} × 64"
     assert cells["encoded from"] == "numpy float32"
-    assert cells["bits per number"] == f"{pages.bits_per_value:.3f}"
+    assert cells["bits per number, all told"] == f"{pages.bits_per_value:.3f}"
 
 
 def test_what_comes_with_pages_is_counted():
@@ -95,7 +95,9 @@ def test_a_cache_of_several_rows():
     cache = pq.KVCache(SMALL_OFFSET, SMALL)
     empty = Table(cache._repr_html_())
     assert empty.bar == {}
-    assert empty.text.startswith("KVCache: 0 bytes")
+    assert empty.text == "KVCache: 0 bytes"
+    assert dict(empty.rows)["rows × kv heads × tokens"] == "0 × 0 × 0"
+    assert dict(empty.rows)["bits per number, all told"] == "–"
     cache.append(gaussian(2, 3, TOKENS, 64), gaussian(2, 3, TOKENS, 64), padding=[0, 20])
     cache.repeat(2)  # pages are shared, and counted once
     table = Table(cache._repr_html_())
@@ -116,6 +118,7 @@ def test_a_cache_of_transformers():
 
     config = tiny_model().config
     cache = pq.hf.PolarCache(config, layers={1: None}, recent=20)
+    assert Table(cache._repr_html_()).rows[-1][-2:] == ["0", "–"]
     with torch.no_grad():
         for layer in range(2):
             cache.update(torch.randn(1, 2, TOKENS, 64), torch.randn(1, 2, TOKENS, 64), layer)

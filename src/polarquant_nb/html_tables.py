@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from polarquant_nb.formats import PolarFormat
@@ -44,7 +45,7 @@ def of_pages(pages: Any) -> str:
         ("shape", " × ".join(f"{n:,}" for n in pages.shape)),
         ("format", _described(pages.format)),
         ("encoded from", f"{pages.kind.family} {pages.kind.dtype}"),
-        ("bits per number", f"{pages.bits_per_value:.3f}"),
+        ("bits per number, all told", _bits(pages.bits_per_value)),
     ]
     return _html("PolarPages", rows, parts)
 
@@ -62,14 +63,14 @@ def of_cache(cache: Any) -> str:
     str
         HTML.
     """
-    lengths = cache.lengths.tolist()
-    tokens = str(cache.seq_len) if len(set(lengths)) <= 1 else f"{min(lengths)} to {max(lengths)}"
+    lengths = sorted(set(cache.lengths.tolist())) or [0]
+    tokens = " to ".join(f"{n:,}" for n in dict.fromkeys((lengths[0], lengths[-1])))
     rows = [
         ("rows × kv heads × tokens", f"{cache.batch_size} × {cache.num_kv_heads} × {tokens}"),
         ("keys", _described(cache.formats.keys)),
         ("values", _described(cache.formats.values)),
         ("exact", f"first {cache.sink} tokens, and last {cache.recent} or more"),
-        ("bits per number", f"{cache.bits_per_value:.2f}"),
+        ("bits per number, all told", _bits(cache.bits_per_value)),
     ]
     return _html("KVCache", rows, _of_state(cache._state))
 
@@ -94,7 +95,8 @@ def of_layers(report: Any, caches: Iterable[Any]) -> str:
         if cache is not None:
             parts.update(_of_state(cache._state))
     parts["exact tokens"] += report.nbytes - sum(parts.values())
-    return _html("PolarCache", list(report.rows()), parts)
+    heading, *rows = report.rows()
+    return _html("PolarCache", rows, parts, heading)
 
 
 def _of_state(state: CacheState | None) -> Counter[str]:
@@ -128,7 +130,16 @@ def _described(fmt: PolarFormat) -> str:
     )
 
 
-def _html(title: str, rows: Sequence[Sequence[str]], parts: Mapping[str, int]) -> str:
+def _bits(per_value: float) -> str:
+    return f"{per_value:.3f}" if isfinite(per_value) else "–"
+
+
+def _html(
+    title: str,
+    rows: Sequence[Sequence[str]],
+    parts: Mapping[str, int],
+    heading: Sequence[str] = (),
+) -> str:
     """A title with all bytes, a bar, what its colours are, and rows of cells."""
     total = sum(parts.values())
     shown = {name: parts[name] for name in _COLOURS if parts.get(name)}
@@ -138,19 +149,31 @@ def _html(title: str, rows: Sequence[Sequence[str]], parts: Mapping[str, int]) -
         for name, n in shown.items()
     )
     legend = " ".join(
-        f'<span style="white-space:nowrap"><span style="color:{_COLOURS[name]}">■</span> '
-        f"{escape(name)} {n:,}</span>"
+        f'<span style="white-space:nowrap;margin-right:.8em"><span style="color:{_COLOURS[name]}">■'
+        f"</span> {escape(name)} {n:,}</span>"
         for name, n in shown.items()
     )
-    body = "".join(
-        "<tr>"
-        + "".join(f'<td style="text-align:left">{escape(str(cell))}</td>' for cell in row)
-        + "</tr>"
-        for row in rows
-    )
+    if bar:
+        bar = (
+            '<div style="display:flex;height:.8em;max-width:36em;margin:.3em 0">'
+            f"{bar}</div><div>{legend}</div>"
+        )
+    head = f"<thead>{_row('th', heading)}</thead>" if heading else ""
+    body = "".join(_row("td", row) for row in rows)
+    # notebooks would put the table into the middle
     return (
-        f"<div><strong>{escape(title)}</strong>: {total:,} bytes"
-        '<div style="display:flex;height:.8em;max-width:36em;margin:.3em 0">'
-        f"{bar}</div>"
-        f"<div>{legend}</div><table>{body}</table></div>"
+        f"<div><strong>{escape(title)}</strong>: {total:,} bytes{bar}"
+        f'<table style="margin:.3em 0">{head}<tbody>{body}</tbody></table></div>'
+    )
+
+
+def _row(tag: str, cells: Sequence[str]) -> str:
+    """Names to the left; from the third column on, numbers to the right."""
+    return (
+        "<tr>"
+        + "".join(
+            f'<{tag} style="text-align:{"left" if i < 2 else "right"}">{escape(cell)}</{tag}>'
+            for i, cell in enumerate(cells)
+        )
+        + "</tr>"
     )

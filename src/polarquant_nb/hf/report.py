@@ -88,9 +88,9 @@ class CacheReport:
         for layer, same in groupby(self.layers):
             last = first + len(list(same)) - 1
             which = str(first) if first == last else f"{first}-{last}"
-            yield which, layer.kind, str(layer.tokens), f"{layer.nbytes:,}", f"{layer.ratio:.2f}"
+            yield which, layer.kind, f"{layer.tokens:,}", f"{layer.nbytes:,}", _part(layer)
             first = last + 1
-        yield "all", "", "", f"{self.nbytes:,}", f"{self.ratio:.2f}"
+        yield "all", "", "", f"{self.nbytes:,}", _part(self)
 
     def _lines(self) -> Iterator[str]:
         for row in self.rows():
@@ -99,3 +99,7 @@ class CacheReport:
             f"attention on codes {self.coded} times, on a first prefill {self.exact}, on decoded "
             f"keys and values {self.decoded}"
         )
+
+
+def _part(of: LayerReport | CacheReport) -> str:
+    return f"{of.ratio:.2f}" if of.fp16_nbytes else "–"
