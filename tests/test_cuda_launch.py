@@ -101,6 +101,29 @@ def test_the_drivers_errors_are_raised():
         kernel.launch((1, 1), STREAM, 1)
 
 
+def test_what_is_loaded_is_the_machine_code_that_is_kept(monkeypatch):
+    from cuda.bindings import driver
+
+    loaded = []
+
+    def load(cubin, *rest):
+        loaded.append(cubin)
+        return 0, "library"
+
+    monkeypatch.setattr(cuda_launch, "kept_cubin", lambda spec, capability: (b"code", "name"))
+    monkeypatch.setattr(driver, "cuLibraryLoadData", load)
+    monkeypatch.setattr(
+        driver, "cuLibraryGetKernel", lambda library, name: (0, {b"name": 77}.get(name))
+    )
+    spec = KernelSpec("merge", program_of(pq.PolarFormat(16, (1,)), bare=True))
+    kernel = cuda_launch._loaded(spec, (9, 0))
+    assert loaded == [b"code"]
+    assert int(kernel.function) == 77
+    monkeypatch.setattr(driver, "cuLibraryLoadData", lambda *_: (222, None))
+    with pytest.raises(RuntimeError, match="refused to load a kernel: 222"):
+        cuda_launch._loaded(spec, (9, 0))
+
+
 def test_attention_launches_three_kernels_on_the_current_stream(driver):
     pair = pq.preset("balanced", 128)
     k, v = pages_of(pair.keys, 32768), pages_of(pair.values, 32768)
