@@ -16,8 +16,10 @@ from polarquant_nb.gpu_codec import (
     simulated_threads,
     tables,
 )
+from polarquant_nb.gpu_preconditioning import bias_logits
 from polarquant_nb.kernels.attention_cpu import LOG2_E
 from polarquant_nb.layout import PAGE
+from polarquant_nb.preconditioning import RotaryBias, rotary_bias
 
 if TYPE_CHECKING:
     from polarquant_nb.queries import Logits
@@ -47,7 +49,7 @@ def attend_rows(
     q : torch.Tensor, shape ``(batch, num_heads, q_len, head_dim)``
         Queries, of any strides; float16, bfloat16 or float32.
     keys, values : DeviceRows
-        Rows are batch elements and kv heads.
+        Rows are batch elements and kv heads; values without a bias.
     logits : Logits
         Scale and softcap.
     mask : torch.Tensor of float32, optional
@@ -71,13 +73,28 @@ def attend_rows(
         out = q.new_zeros((*q.shape[:-1], values.format.head_dim))
         return out, q.new_full(q.shape[:-1], -float("inf"), dtype=_torch(q).float32)
     per_row = batch * heads * q_len // rows
-    if per_row > _FUSED_QUERIES:
+    rotary = rotary_bias(keys.preconditioner)
+    # decoded keys have their bias again, to which a soft cap applies as to all of the logit
+    if per_row > _FUSED_QUERIES or (rotary is not None and logits.softcap):
         return _by_page_groups(q, keys, values, logits, mask, causal, longest)
+    if rotary is not None:
+        mask = _with_rotary(q, keys, rotary, logits, mask, longest)
     key = id(values), per_row, q.dtype, longest
     plan = keys.prepared.get(key)
     if plan is None or plan.values is not values:
         plan = keys.prepared[key] = _Plan.make(q, keys, values, per_row, longest)
     return plan.run(q, logits, mask, causal)
+
+
+def _with_rotary(
+    q: Tensor, keys: DeviceRows, rotary: RotaryBias, logits: Logits, mask: Tensor | None,
+    tokens: int,
+) -> Tensor:  # fmt: skip
+    """The logits of the keys' bias, and what is added to logits anyway."""
+    scaled = q.float().reshape(keys.starts.shape[0], -1, q.shape[-1]) * logits.scale
+    numbers = bias_logits(scaled, rotary, keys.first_position, tokens)
+    numbers = numbers.reshape(*q.shape[:-1], tokens)
+    return numbers if mask is None else numbers.add_(mask)
 
 
 def _torch(tensor: Tensor) -> Any:
@@ -119,7 +136,10 @@ class _Plan:
         wanted = max(1, _BLOCKS_PER_PROCESSOR * here.processors // items)
         range_pages = -(-pages // min(wanted, pages))
         element = torch_name(q.dtype)
-        k_tables, v_tables = (tables(s.format, s.codebooks, q.device) for s in (keys, values))
+        k_tables, v_tables = (
+            tables(s.format, s.codebooks, q.device, s.preconditioner, inverse=True)
+            for s in (keys, values)
+        )
         address = here.address
         # the rotations' kernels do not depend on the bits
         return _Plan(
