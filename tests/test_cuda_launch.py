@@ -240,10 +240,30 @@ def test_encoding_does_not_wait_unless_it_is_to_raise(driver, monkeypatch, preco
     assert not looked
 
 
-def test_python_takes_30_microseconds_a_call(driver):
-    """Of attention with one query a head: arguments, three launches, three allocations."""
-    pair = pq.preset("balanced", 128)
-    k, v = pages_of(pair.keys, 4096), pages_of(pair.values, 4096)
+def test_the_bias_of_keys_is_one_launch_more(driver):
+    """Its result takes the place of the mask, which is added to it."""
+    fmt = pq.PolarFormat(64, (4, 2))
+    k, v = pages_of(fmt, 300, 2, scales_and_bias(2, 64)), pages_of(fmt, 300, 2)
+    q = torch.zeros(1, 6, 2, 64, dtype=torch.float16)
+    gpu.attention_of_tensors(q, k, v, mask=torch.zeros(2, 300))
+    assert [call[0] for call in driver.calls] == ["bias", "rotate", "attend", "merge"]
+    assert {call[4] for call in driver.calls} == {STREAM}
+    assert driver.calls[0][1] == (2 * 2, 3, 1)  # 6 queries a row are two groups; 3 pages
+    bias = driver.arguments(0, ARGUMENTS["bias"])
+    assert bias[0] == q.data_ptr()
+    assert bias[5:14] == [pytest.approx(64**-0.5), 6, 2, 6, 2, 2, 32, 1, 32]
+    attend = driver.arguments(2, ARGUMENTS["attend"])
+    assert attend[8] == bias[4]
+    assert attend[20:25] == [1, 0, 2 * 384, 384, 1]  # there is a mask; the batch has one row
+
+
+@pytest.mark.parametrize("parts", ["none", "scales", "scales and bias"])
+def test_python_takes_30_microseconds_a_call(driver, parts):
+    """Of attention with one query a head: arguments, three or four launches, their allocations."""
+    pair, both = pq.preset("balanced", 128), scales_and_bias(8, 128)
+    preconditioner = {"none": None, "scales": both.without_bias, "scales and bias": both}[parts]
+    k = pages_of(pair.keys, 4096, preconditioner=preconditioner)
+    v = pages_of(pair.values, 4096)
     q = torch.zeros(1, 32, 1, 128, dtype=torch.float16)
     for _ in range(20):
         gpu.attention_of_tensors(q, k, v)

@@ -423,10 +423,12 @@ def test_the_order_of_threads_does_not_matter(threads, radius, monkeypatch):
         *(replace(fmt, radius=radius) for fmt in vars(pq.preset("balanced", 64)).values())
     )
     x, q = gaussian(1, 1, 37, 64, seed=99) + 1, torch.from_numpy(gaussian(1, 3, 1, 64))
+    preconditioner = preconditioner_of("scales and bias", (1, 64))
 
     def results(order):
         monkeypatch.setattr(cuda_simulator, "order", order)
-        k, v = on_device(x, pair.keys), on_device(x, pair.values)
+        k = on_device(x, pair.keys, preconditioner=preconditioner)
+        v = on_device(x, pair.values)
         return k.words, v.words, k.decode(), gpu.attention_of_tensors(q, k, v)
 
     for a, b in zip(results(list), results(lambda t: list(reversed(t))), strict=True):

@@ -1,4 +1,4 @@
-"""The bias of keys on a GPU: taken off, put back, and its logits; nothing waits.
+"""The bias of keys on a GPU: taken off, put back, and tables for its logits; nothing waits.
 
 Scales are in the signs of the rotation, see ``gpu_codec.tables``.  A bias R_i b has the CPU's bits:
 cosines come from there, and all products and sums are single operations of torch, which nothing
@@ -26,7 +26,7 @@ from polarquant_nb.preconditioning import (
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["add_bias", "bias_logits", "scaled", "subtract_bias"]
+__all__ = ["add_bias", "bias_tables", "scaled", "subtract_bias"]
 
 Tensor = Any
 
@@ -95,36 +95,35 @@ def scaled(x: Tensor, preconditioner: Preconditioner) -> Tensor:
     return wide * _moved(preconditioner.scales, x.device)[..., None, :]
 
 
-def bias_logits(q: Tensor, bias: RotaryBias, first_position: int, count: int) -> Tensor:
-    """q·R_i b of consecutive positions; see ``RotaryBias.logits``.
+def bias_tables(
+    bias: RotaryBias, first_position: int, pages: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the kernel of logits reads; see ``kernels.cuda_bias``.
 
     Parameters
     ----------
-    q : torch.Tensor of float32, shape ``(rows, n, head_dim)``
-        Queries, scaled or not; a row is a batch element and kv head.
     bias : RotaryBias
         What keys were encoded without.
-    first_position, count : int
-        Which positions.
+    first_position, pages : int
+        Position of the first page, and how many there are.
+    device : torch.device
+        Where.
 
     Returns
     -------
-    torch.Tensor of float32, shape ``(rows, n, count)``
-        Numbers to add to the logits.
+    vectors : torch.Tensor, shape ``(rows, head_dim)``
+        b of the rows that it has.
+    phases : torch.Tensor, shape ``(pages, pairs, 2)``
+        e^{−iφ} of the first positions of pages, real and imaginary parts.
+    table : torch.Tensor, shape ``(head_dim, 128)``
+        What positions of a page do to the real and imaginary parts of each pair, in turn, and ones.
     """
-    import torch
-
-    rows, n, _ = q.shape
-    frequencies, pages = bias.inv_freq.tobytes(), -(-count // PAGE)
-    conjugate, b_rest = _conjugate(bias, rows, q.device)
-    first, second, rest = bias.parts(q)
-    z = torch.complex(first, second) * conjugate
-    turned = z[:, :, None] * _page_phases(frequencies, first_position, pages, q.device)
-    coefficients = torch.view_as_real(turned).reshape(rows * n * pages, -1)
-    both = (coefficients @ _page_table(frequencies, q.device)).reshape(rows, n, -1)
-    if b_rest.shape[-1]:
-        both += (rest * b_rest).sum(-1, keepdim=True)
-    return both[..., :count]
+    frequencies = bias.inv_freq.tobytes()
+    return (
+        _still(bias, device).flatten(0, -2),
+        _page_phases(frequencies, first_position, pages, device),
+        _page_table(frequencies, bias.vectors.shape[-1], device),
+    )
 
 
 # ---- tables on a device --------------------------------------------------------------------------
@@ -160,16 +159,6 @@ def _still(bias: RotaryBias, device: torch.device) -> Tensor:
     return _moved(bias.vectors, device)[..., None, :]
 
 
-@lru_cache(maxsize=256)
-def _conjugate(bias: RotaryBias, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Pairs of b as conjugated complex numbers, and what is beyond them, ``(rows, 1, …)``."""
-    import torch
-
-    own = _still(bias, device).flatten(0, -3)
-    first, second, rest = bias.parts(own.repeat(rows // len(own), 1, 1))
-    return torch.complex(first, -second), rest
-
-
 @lru_cache(maxsize=128)  # of 256 Ki positions; the same in all layers
 def _turns(frequencies: bytes, block: int, device: torch.device) -> tuple[Tensor, Tensor]:
     cos, sin = turns(frequencies, block * _BLOCK, _BLOCK)
@@ -178,10 +167,12 @@ def _turns(frequencies: bytes, block: int, device: torch.device) -> tuple[Tensor
 
 @lru_cache(maxsize=4)
 def _page_phases(frequencies: bytes, first: int, pages: int, device: torch.device) -> Tensor:
-    return _moved(page_phases(frequencies, first, pages), device)
+    phases = page_phases(frequencies, first, pages)
+    return _moved(phases.view(np.float32).reshape(*phases.shape, 2), device)
 
 
 @lru_cache(maxsize=8)
-def _page_table(frequencies: bytes, device: torch.device) -> Tensor:
-    """Coefficients of a position's real and imaginary parts, ``(2 pairs, 128)``."""
-    return _moved(page_table(frequencies).T, device)
+def _page_table(frequencies: bytes, head_dim: int, device: torch.device) -> Tensor:
+    turned = page_table(frequencies).T
+    ones = np.ones((head_dim - len(turned), PAGE), np.float32)
+    return _moved(np.concatenate([turned, ones]), device)
