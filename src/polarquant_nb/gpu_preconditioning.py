@@ -1,8 +1,9 @@
-"""The bias of keys on a GPU: taken off, put back, and tables for its logits; nothing waits.
+"""The bias of keys on a GPU: taken off, put back, and tables for its logits.
 
 Scales are in the signs of the rotation, see ``gpu_codec.tables``.  A bias R_i b has the CPU's bits:
 cosines come from there, and all products and sums are single operations of torch, which nothing
-contracts.  Tables are copied to a device once.
+contracts.  Tables are copied to a device once, for all layers and many positions; nothing else
+waits.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ Tensor = Any
 
 _BLOCK = 2048
 """Positions of a table of cosines: a mebibyte for 64 pairs."""
+
+_PHASES = 64
+"""Pages that a table of phases grows by: a growing cache seldom waits for a new one."""
 
 
 def subtract_bias(x: Tensor, preconditioner: Preconditioner | None, first_position: int) -> Tensor:
@@ -105,7 +109,7 @@ def bias_tables(
     bias : RotaryBias
         What keys were encoded without.
     first_position, pages : int
-        Position of the first page, and how many there are.
+        Position of the first page, and how many there are at least.
     device : torch.device
         Where.
 
@@ -121,7 +125,7 @@ def bias_tables(
     frequencies = bias.inv_freq.tobytes()
     return (
         _still(bias, device).flatten(0, -2),
-        _page_phases(frequencies, first_position, pages, device),
+        _page_phases(frequencies, first_position, -(-pages // _PHASES) * _PHASES, device),
         _page_table(frequencies, bias.vectors.shape[-1], device),
     )
 
@@ -132,8 +136,8 @@ def bias_tables(
 def _moved(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     import torch
 
-    # CUDA puts aside what is not in pinned memory before it goes on: nothing need wait for the copy
-    return torch.from_numpy(np.array(array)).to(device, non_blocking=True)
+    # waits until it is there: what is kept may be used on another stream
+    return torch.from_numpy(np.array(array)).to(device)
 
 
 def _vectors(bias: RotaryBias, first_position: int, count: int, device: torch.device) -> Tensor:

@@ -11,8 +11,6 @@ from importlib.util import find_spec
 __all__ = ["check", "missing", "unusable"]
 
 _INSTALL = "pip install 'polarquant-nb[cuda13]' (or [cuda12], for drivers older than r580)"
-
-
 _TORCH = "install a build for CUDA, see https://pytorch.org/get-started"
 
 
@@ -28,11 +26,10 @@ def missing() -> str | None:
         return "NUMBA_ENABLE_CUDASIM is set, so that Numba simulates CUDA; unset it"
     if find_spec("torch") is None:
         return "torch, which allocates results, is not installed: pip install torch"
-    if version("torch").endswith("+cpu"):
-        return f"torch {version('torch')} is built without CUDA: {_TORCH}"
-    try:
-        installed = version("numba-cuda")
-    except PackageNotFoundError:
+    torch, installed = _version("torch"), _version("numba-cuda")
+    if torch and torch.endswith("+cpu"):
+        return f"torch {torch} is built without CUDA: {_TORCH}"
+    if installed is None:
         return f"numba-cuda is not installed: {_INSTALL}"
     if _release("numpy") >= (2, 5) and _release("numba-cuda") < (0, 31):
         return (
@@ -124,6 +121,13 @@ def _exists(module: str) -> bool:
         return module in sys.modules or find_spec(module) is not None
     except ModuleNotFoundError:  # not even its parent
         return False
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _release(package: str) -> tuple[int, int]:
