@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from polarquant_nb.kernels.cuda_cache import kept_cubin
 from polarquant_nb.kernels.cuda_compile import ARGUMENTS, KernelSpec
+from polarquant_nb.kernels.cuda_cubins import kept_cubin
 from polarquant_nb.kernels.cuda_lanes import SIMULATED
 
 __all__ = ["Kernel", "kernel_for"]

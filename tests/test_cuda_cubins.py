@@ -10,9 +10,9 @@ pytest.importorskip("numba_cuda")
 if config.ENABLE_CUDASIM:
     pytest.skip("the simulator has no machine code", allow_module_level=True)
 
-from polarquant_nb.kernels import cuda_cache
-from polarquant_nb.kernels.cuda_cache import kept_cubin
+from polarquant_nb.kernels import cuda_cubins
 from polarquant_nb.kernels.cuda_compile import KernelSpec, program_of
+from polarquant_nb.kernels.cuda_cubins import kept_cubin
 
 SPEC = KernelSpec("merge", program_of(pq.PolarFormat(16, (1,)), bare=True))
 
@@ -33,23 +33,23 @@ def compiled(monkeypatch):
         specs.append((spec, capability))
         return b"\x7fELF\n%d" % len(specs), "kernel"
 
-    monkeypatch.setattr(cuda_cache, "compile_cubin", compile_cubin)
+    monkeypatch.setattr(cuda_cubins, "compile_cubin", compile_cubin)
     return specs
 
 
 def test_another_process_compiles_nothing(directory):
     code = (
         "import polarquant_nb as pq\n"
-        "from polarquant_nb.kernels import cuda_cache\n"
+        "from polarquant_nb.kernels import cuda_cubins\n"
         "from polarquant_nb.kernels.cuda_compile import KernelSpec, program_of\n"
         "spec = KernelSpec('merge', program_of(pq.PolarFormat(16, (1,)), bare=True))\n"
         "{}\n"
-        "cubin, name = cuda_cache.kept_cubin(spec, (9, 0))\n"
+        "cubin, name = cuda_cubins.kept_cubin(spec, (9, 0))\n"
         "print(cubin.hex(), name)"
     )
     environment = {"POLARQUANT_CACHE": str(directory.parent), "NUMBA_ENABLE_CUDASIM": "0"}
     first = run_python("-c", code.format(""), **environment)
-    second = run_python("-c", code.format("cuda_cache.compile_cubin = None"), **environment)
+    second = run_python("-c", code.format("cuda_cubins.compile_cubin = None"), **environment)
     assert first == second
     cubin, name = first.split()
     assert bytes.fromhex(cubin).startswith(b"\x7fELF")
@@ -84,9 +84,9 @@ def test_damaged_files_are_compiled_anew(directory, compiled, damage):
 @pytest.mark.parametrize("package", ["numba", "numba-cuda", "cuda-core"])
 def test_another_version_compiles_anew(directory, compiled, monkeypatch, package):
     kept_cubin(SPEC, (9, 0))
-    real = cuda_cache.version
+    real = cuda_cubins.version
     monkeypatch.setattr(
-        cuda_cache, "version", lambda name: "other" if name == package else real(name)
+        cuda_cubins, "version", lambda name: "other" if name == package else real(name)
     )
     forget_versions(monkeypatch)
     kept_cubin(SPEC, (9, 0))
@@ -97,10 +97,10 @@ def test_another_version_compiles_anew(directory, compiled, monkeypatch, package
 def test_another_library_compiles_anew(directory, compiled, monkeypatch, name):
     """One that is there without a package: what counts is the file that is loaded."""
     kept_cubin(SPEC, (9, 0))
-    real = cuda_cache._library
+    real = cuda_cubins._library
     assert real(name) is not None
     monkeypatch.setattr(
-        cuda_cache, "_library", lambda other: ("/usr/lib", 1, 2) if other == name else real(other)
+        cuda_cubins, "_library", lambda other: ("/usr/lib", 1, 2) if other == name else real(other)
     )
     forget_versions(monkeypatch)
     kept_cubin(SPEC, (9, 0))
@@ -110,24 +110,24 @@ def test_another_library_compiles_anew(directory, compiled, monkeypatch, name):
 def test_other_sources_compile_anew(directory, compiled, monkeypatch):
     """Of the package's own modules, which need not be kernels: a layout decides their code, too."""
     kept_cubin(SPEC, (9, 0))
-    before = cuda_cache._sources()
+    before = cuda_cubins._sources()
     package = directory.parent / "package"
     (package / "kernels").mkdir(parents=True)
-    monkeypatch.setattr(cuda_cache, "__file__", str(package / "kernels" / "cuda_cache.py"))
+    monkeypatch.setattr(cuda_cubins, "__file__", str(package / "kernels" / "cuda_cubins.py"))
     digests = {before}
     for name in ("kernels/polar.py", "layout.py"):
         (package / name).write_text("PAGE = 128")
-        cuda_cache._sources.cache_clear()
-        digests.add(cuda_cache._sources())
+        cuda_cubins._sources.cache_clear()
+        digests.add(cuda_cubins._sources())
     kept_cubin(SPEC, (9, 0))
-    cuda_cache._sources.cache_clear()
+    cuda_cubins._sources.cache_clear()
     assert len(digests) == 3
     assert len(compiled) == 2
 
 
 def forget_versions(monkeypatch):
     """Look them up again, for this test alone."""
-    monkeypatch.setattr(cuda_cache, "_compilers", cuda_cache._compilers.__wrapped__)
+    monkeypatch.setattr(cuda_cubins, "_compilers", cuda_cubins._compilers.__wrapped__)
 
 
 def test_a_directory_that_cannot_be_written_is_done_without(directory, compiled):
@@ -141,7 +141,7 @@ def test_a_disk_that_is_full_is_done_without(directory, compiled, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(cuda_cache, "write_atomically", full)
+    monkeypatch.setattr(cuda_cubins, "write_atomically", full)
     assert kept_cubin(SPEC, (9, 0)) == (b"\x7fELF\n1", "kernel")
 
 
@@ -166,7 +166,7 @@ def test_what_was_not_used_for_longest_makes_room(directory, compiled, monkeypat
         os.utime(files[capability], (1000 + age, 1000 + age))
     kept_cubin(SPEC, (8, 0))  # used again: no longer the oldest
     size = files[8, 0].stat().st_size
-    monkeypatch.setattr(cuda_cache, "MOST_BYTES", 3 * size)
+    monkeypatch.setattr(cuda_cubins, "MOST_BYTES", 3 * size)
     kept_cubin(SPEC, (9, 0))
     assert not files[8, 6].exists()
     assert files[8, 0].exists()
@@ -176,14 +176,14 @@ def test_what_was_not_used_for_longest_makes_room(directory, compiled, monkeypat
 
 def test_two_processes_that_compile_at_once_leave_one_whole_file(directory, compiled, monkeypatch):
     """The other one writes while this one compiles."""
-    compile_cubin = cuda_cache.compile_cubin
+    compile_cubin = cuda_cubins.compile_cubin
 
     def overtaken(spec, capability):
-        monkeypatch.setattr(cuda_cache, "compile_cubin", compile_cubin)
+        monkeypatch.setattr(cuda_cubins, "compile_cubin", compile_cubin)
         kept_cubin(spec, capability)
         return compile_cubin(spec, capability)
 
-    monkeypatch.setattr(cuda_cache, "compile_cubin", overtaken)
+    monkeypatch.setattr(cuda_cubins, "compile_cubin", overtaken)
     found = kept_cubin(SPEC, (9, 0))
     assert kept_cubin(SPEC, (9, 0)) == found
     assert len(compiled) == 2
