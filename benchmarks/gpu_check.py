@@ -12,17 +12,16 @@ run on tiny shapes in Numba's simulator, without times: that tests this script.
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 import polarquant_nb as pq
 from polarquant_nb import gpu
+from polarquant_nb.bench_contenders import folded_sdpa
+from polarquant_nb.bench_gpu import copy_bandwidth, median_seconds
+from polarquant_nb.gpu_status import unusable
 from polarquant_nb.kernels.cuda_lanes import SIMULATED
 
 Tensor = torch.Tensor
@@ -40,6 +39,9 @@ def main() -> None:
     if SIMULATED:
         check_all("cpu", head_dim=16, tokens=137, presets=("balanced",))
         return
+    problem = unusable()
+    if problem:
+        raise SystemExit(f"no GPU to check: {problem}")
     properties = torch.cuda.get_device_properties(0)
     print(f"{properties.name}, {properties.multi_processor_count} multiprocessors, torch "
           f"{torch.__version__}")  # fmt: skip
@@ -115,28 +117,6 @@ def check_graph() -> None:
 # ---- times ---------------------------------------------------------------------------------------
 
 
-def seconds(run: Callable[[], Any], repeats: int = 20) -> float:
-    """Median over calls, by events on the GPU."""
-    for _ in range(3):
-        run()
-    times = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
-    return statistics.median(times)
-
-
-def copy_bandwidth() -> float:
-    """Bytes a second, read and written."""
-    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.numel() / seconds(lambda: target.copy_(source))
-
-
 def time_codec(copied: float) -> None:
     """Encode from bfloat16 and decode to it: 8 heads of 128k tokens."""
     x = torch.randn(8, 131072, 128, device="cuda", dtype=torch.bfloat16)
@@ -150,7 +130,7 @@ def time_codec(copied: float) -> None:
                 ("encode", lambda fmt=fmt: encode(x, fmt)),
                 ("decode", lambda pages=pages: pages.decode()),
             ):
-                taken = seconds(run)
+                taken = median_seconds(run)
                 print(f"| {what} {name} {side} | {taken * 1e6:.0f} | {moved / taken / 1e9:.0f} | "
                       f"{moved / taken / copied:.0%} |", flush=True)  # fmt: skip
     print()
@@ -168,19 +148,12 @@ def time_attention(copied: float, lengths: tuple[int, ...], batches: tuple[int, 
             packed = encode(k, pair.keys), encode(v, pair.values)
             for heads in (32, 8):
                 q = torch.randn(batch, heads, 1, 128, device="cuda", dtype=torch.float16)
-                exact = seconds(lambda q=q, k=k, v=v: exact_attention(q, k, v))
-                taken = seconds(lambda q=q, packed=packed: pq.attention(q, *packed))
+                exact = median_seconds(lambda q=q, k=k, v=v: folded_sdpa(q, k, v))
+                taken = median_seconds(lambda q=q, packed=packed: pq.attention(q, *packed))
                 rate = sum(pages.words.nbytes for pages in packed) / taken
                 print(f"| {batch} | {heads} | {tokens} | {exact * 1e6:.0f} | {taken * 1e6:.0f} | "
                       f"{exact / taken:.2f} | {rate / 1e9:.0f} | {rate / copied:.0%} |",
                       flush=True)  # fmt: skip
-
-
-def exact_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """torch's, with the queries of a kv head as the rows of one matrix, which is fastest."""
-    batch, heads, _, d = q.shape
-    rows = q.reshape(batch, k.shape[1], heads // k.shape[1], d)
-    return scaled_dot_product_attention(rows, k, v).reshape(q.shape)
 
 
 if __name__ == "__main__":

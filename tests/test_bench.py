@@ -36,7 +36,10 @@ class Machine:
         return call
 
     def alternate(self, ours, baselines, **limits):
-        return bench.alternate(ours, baselines, clock=lambda: self.now, **limits)
+        def seconds(call):
+            return bench.wall_seconds(call, clock=lambda: self.now)
+
+        return bench.alternate(ours, baselines, seconds=seconds, **limits)
 
 
 def test_each_baseline_is_timed_right_after_ours():
@@ -185,6 +188,7 @@ def test_bench_of_a_tiny_layer(one_thread, capsys, monkeypatch, tmp_path):
 
     result = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
     assert (result["threads"], result["repeat"], result["seed"]) == (1, 2, 3)
+    assert (result["device"], result["gpu"]) == ("cpu", None)
     assert result["cpu_model"]
     assert result["info"]["versions"]["torch"]
     rows = result["rows"]
@@ -252,6 +256,7 @@ def test_tables_say_how_ours_compares():
     text = format_result(
         {
             "rows": [row, {**row, **baseline}],
+            "gpu": None,
             "threads": 7,
             "load_average": None,
             "cpu_model": "fast",

@@ -48,6 +48,7 @@ def test_info_says_what_a_bug_report_needs(capsys, monkeypatch, tmp_path):
     assert facts["python"] == ".".join(map(str, sys.version_info[:3]))
     assert re.search(r"(avx512|avx2|portable) kernels .*\d+ thread", facts["CPU"])
     assert facts["cache"] == str(tmp_path / "chosen")
+    assert facts["CUDA kernels"] == str(tmp_path / "chosen" / "cuda")
     assert "CUDA is not used: " in facts["backend"] or facts["gpu"]
     assert facts["POLARQUANT_CACHE"] == str(tmp_path / "chosen")
     for package in (

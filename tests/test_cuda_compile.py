@@ -99,7 +99,7 @@ def test_the_whole_matrix(name, head_dim, capability):
     pair = pq.preset(name, head_dim)
     programs = {program_of(pair.keys), program_of(pair.values)}
     for _, spec in every:
-        if spec.program in programs or spec.name in ("rotate", "merge"):
+        if spec.program in programs or spec.name in cuda_compile.BARE:
             most = 255 if spec.group == 8 or head_dim == 256 else MOST_REGISTERS
             check(spec, capability, max(most, 168) if capability in MORE else most)
 

@@ -18,10 +18,12 @@ pytest.importorskip("numba_cuda")
 if config.ENABLE_CUDASIM:
     pytest.skip("the simulator launches in another way", allow_module_level=True)
 
-from polarquant_nb import gpu, gpu_attention, gpu_codec  # noqa: E402
+from polarquant_nb import gpu, gpu_attention, gpu_codec, gpu_preconditioning  # noqa: E402
 from polarquant_nb.arrays import ArrayKind  # noqa: E402
+from polarquant_nb.gpu_preconditioning import subtract_bias  # noqa: E402
 from polarquant_nb.kernels import cuda_launch  # noqa: E402
 from polarquant_nb.kernels.cuda_compile import ARGUMENTS, KernelSpec, program_of  # noqa: E402
+from polarquant_nb.rotations import rotation_for  # noqa: E402
 
 STREAM = 0x5EED
 
@@ -61,19 +63,30 @@ def driver(monkeypatch):
     )
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(cuda_launch, "_loaded", load)
-    for cached in (cuda_launch.kernel_for, gpu_codec.launcher, gpu_codec.tables):
-        cached.cache_clear()
+    forget()
     stub.compiled = compiled
     yield stub
-    for cached in (cuda_launch.kernel_for, gpu_codec.launcher, gpu_codec.tables):
-        cached.cache_clear()
+    forget()
 
 
-def pages_of(fmt, seq_len, heads=8):
+def forget():
+    """Kernels and tables that were made before, or that the stub has made."""
+    for place in (cuda_launch, gpu_codec, gpu_preconditioning):
+        for cached in vars(place).values():
+            if hasattr(cached, "cache_clear") and cached.__module__ == place.__name__:
+                cached.cache_clear()
+
+
+def pages_of(fmt, seq_len, heads=8, preconditioner=None, batch=1):
     """Pages whose words nobody reads."""
-    words = torch.zeros(1, heads, -(-seq_len // 128), fmt.layout.num_words, dtype=torch.int32)
-    books = pq.Codebooks.analytic(fmt)
-    return pq.PolarPages(fmt, words, seq_len, books, ArrayKind("torch", "float16"))
+    words = torch.zeros(batch, heads, -(-seq_len // 128), fmt.layout.num_words, dtype=torch.int32)
+    books, kind = pq.Codebooks.analytic(fmt), ArrayKind("torch", "float16")
+    return pq.PolarPages(fmt, words, seq_len, books, kind, preconditioner=preconditioner)
+
+
+def scales_and_bias(heads, head_dim):
+    bias = pq.RotaryBias(np.ones((heads, head_dim)), np.geomspace(1, 1e-4, head_dim // 2))
+    return pq.Preconditioner(np.full((heads, head_dim), 2.0), bias)
 
 
 def test_arguments_are_packed_as_the_kernel_reads_them(driver):
@@ -99,6 +112,29 @@ def test_the_drivers_errors_are_raised():
     kernel = cuda_launch.Kernel("merge", "i", 128, lambda *_: (700,))
     with pytest.raises(RuntimeError, match="700"):
         kernel.launch((1, 1), STREAM, 1)
+
+
+def test_what_is_loaded_is_the_machine_code_that_is_kept(monkeypatch):
+    from cuda.bindings import driver
+
+    loaded = []
+
+    def load(cubin, *rest):
+        loaded.append(cubin)
+        return 0, "library"
+
+    monkeypatch.setattr(cuda_launch, "kept_cubin", lambda spec, capability: (b"code", "name"))
+    monkeypatch.setattr(driver, "cuLibraryLoadData", load)
+    monkeypatch.setattr(
+        driver, "cuLibraryGetKernel", lambda library, name: (0, {b"name": 77}.get(name))
+    )
+    spec = KernelSpec("merge", program_of(pq.PolarFormat(16, (1,)), bare=True))
+    kernel = cuda_launch._loaded(spec, (9, 0))
+    assert loaded == [b"code"]
+    assert int(kernel.function) == 77
+    monkeypatch.setattr(driver, "cuLibraryLoadData", lambda *_: (222, None))
+    with pytest.raises(RuntimeError, match="refused to load a kernel: 222"):
+        cuda_launch._loaded(spec, (9, 0))
 
 
 def test_attention_launches_three_kernels_on_the_current_stream(driver):
@@ -133,9 +169,55 @@ def test_kernels_are_compiled_once(driver):
     assert [call[1] for call in driver.calls] == [(6, 1, 1)] * 5
 
 
-def test_encoding_does_not_wait_unless_it_is_to_raise(driver, monkeypatch):
+def test_each_row_gets_the_signs_of_its_kv_head(driver):
+    """Scales are multiplied into them to encode, and divided out to decode and for queries."""
+    fmt, preconditioner = pq.PolarFormat(64, (4, 2)), scales_and_bias(3, 64)
+    x, q = torch.zeros(2, 3, 9, 64), torch.zeros(2, 3, 1, 64)
+    pages = gpu.encode_tensor(x, fmt, None, "propagate", preconditioner=preconditioner)
+    pages.decode()
+    gpu.attention_of_tensors(q, pages, pages_of(fmt, 9, 3, batch=2))
+    places = {"encode": (3, 11), "decode": (2, 13), "rotate": (2, 11), "merge": (5, 13)}
+    found = {}
+    for i, (name, *_) in enumerate(driver.calls):
+        if name in places:
+            arguments = driver.arguments(i, ARGUMENTS[name])
+            address, heads = (arguments[at] for at in places[name])
+            table = (ctypes.c_float * (heads * 2 * 64)).from_address(address)
+            found[name] = np.array(table).reshape(heads, 2, 64)
+    signs = rotation_for(fmt).signs
+    for name, factor in (("encode", 2), ("decode", 0.5), ("rotate", 0.5)):
+        np.testing.assert_array_equal(found[name], np.stack([signs * [[factor], [1]]] * 3))
+    np.testing.assert_array_equal(found["merge"], signs[None])
+
+
+def test_tables_are_moved_to_a_device_once(driver, monkeypatch):
+    fmt, preconditioner = pq.PolarFormat(64, (4, 2)), scales_and_bias(2, 64)
+    pages, values = pages_of(fmt, 300, 2, preconditioner), pages_of(fmt, 300, 2)
+    x, q = torch.zeros(1, 2, 300, 64), torch.zeros(1, 4, 1, 64)
+    words, starts = torch.zeros(pages.words.numel(), dtype=torch.int32), torch.zeros(6, dtype=int)
+    moved = []
+    from_numpy = torch.from_numpy
+
+    def spy(array):
+        moved.append(array)
+        return from_numpy(array)
+
+    monkeypatch.setattr(torch, "from_numpy", spy)
+    counts = []
+    for _ in range(3):
+        plain = subtract_bias(x, preconditioner, 0)
+        gpu_codec.encode_rows(plain, fmt, pages.codebooks, words, starts, preconditioner)
+        gpu.attention_of_tensors(q, pages, values)
+        pages.decode()
+        counts.append(len(moved))
+    # the format's eight, signs to encode and to decode with, b, cos, sin, and two for logits
+    assert counts == [15, 15, 15]
+
+
+@pytest.mark.parametrize("preconditioner", [None, scales_and_bias(2, 64)], ids=["none", "both"])
+def test_encoding_does_not_wait_unless_it_is_to_raise(driver, monkeypatch, preconditioner):
     """A tensor's numbers are looked at on the CPU with nan='raise' only."""
-    x = torch.zeros(2, 9, 64)
+    x = torch.zeros(1, 2, 9, 64)
     looked = []
     for name in ("__int__", "__bool__", "item", "tolist", "cpu"):
         original = getattr(torch.Tensor, name)
@@ -145,20 +227,43 @@ def test_encoding_does_not_wait_unless_it_is_to_raise(driver, monkeypatch):
             return original(tensor, *args)
 
         monkeypatch.setattr(torch.Tensor, name, spy)
-    pages = gpu.encode_tensor(x, pq.PolarFormat(64, (4,)), None, "propagate")
-    gpu.attention_of_tensors(
-        torch.zeros(1, 2, 1, 64),
-        *(pages_of(pq.PolarFormat(64, (4,)), 9, 2) for _ in range(2)),
-        mask=torch.ones(9, dtype=torch.bool),
-    )
+    fmt = pq.PolarFormat(64, (4,))
+    pages = gpu.encode_tensor(x, fmt, None, "propagate", preconditioner=preconditioner)
+    for queries in (1, 70):
+        gpu.attention_of_tensors(
+            torch.zeros(1, 2, queries, 64),
+            pages,
+            pages_of(fmt, 9, 2),
+            mask=torch.ones(9, dtype=torch.bool),
+        )
     pages.decode()
     assert not looked
 
 
-def test_python_takes_30_microseconds_a_call(driver):
-    """Of attention with one query a head: arguments, three launches, three allocations."""
-    pair = pq.preset("balanced", 128)
-    k, v = pages_of(pair.keys, 4096), pages_of(pair.values, 4096)
+def test_the_bias_of_keys_is_one_launch_more(driver):
+    """Its result takes the place of the mask, which is added to it."""
+    fmt = pq.PolarFormat(64, (4, 2))
+    k, v = pages_of(fmt, 300, 2, scales_and_bias(2, 64)), pages_of(fmt, 300, 2)
+    q = torch.zeros(1, 6, 2, 64, dtype=torch.float16)
+    gpu.attention_of_tensors(q, k, v, mask=torch.zeros(2, 300))
+    assert [call[0] for call in driver.calls] == ["bias", "rotate", "attend", "merge"]
+    assert {call[4] for call in driver.calls} == {STREAM}
+    assert driver.calls[0][1] == (2 * 2, 3, 1)  # 6 queries a row are two groups; 3 pages
+    bias = driver.arguments(0, ARGUMENTS["bias"])
+    assert bias[0] == q.data_ptr()
+    assert bias[5:14] == [pytest.approx(64**-0.5), 6, 2, 6, 2, 2, 32, 1, 32]
+    attend = driver.arguments(2, ARGUMENTS["attend"])
+    assert attend[8] == bias[4]
+    assert attend[20:25] == [1, 0, 2 * 384, 384, 1]  # there is a mask; the batch has one row
+
+
+@pytest.mark.parametrize("parts", ["none", "scales", "scales and bias"])
+def test_python_takes_30_microseconds_a_call(driver, parts):
+    """Of attention with one query a head: arguments, three or four launches, their allocations."""
+    pair, both = pq.preset("balanced", 128), scales_and_bias(8, 128)
+    preconditioner = {"none": None, "scales": both.without_bias, "scales and bias": both}[parts]
+    k = pages_of(pair.keys, 4096, preconditioner=preconditioner)
+    v = pages_of(pair.values, 4096)
     q = torch.zeros(1, 32, 1, 128, dtype=torch.float16)
     for _ in range(20):
         gpu.attention_of_tensors(q, k, v)

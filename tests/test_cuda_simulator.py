@@ -38,9 +38,9 @@ from polarquant_nb.kernels import cuda_codec, cuda_launch  # noqa: E402
 from polarquant_nb.queries import Logits  # noqa: E402
 
 
-def on_device(x, fmt, nan="raise", codebooks=None):
+def on_device(x, fmt, nan="raise", codebooks=None, **options):
     tensor = x if isinstance(x, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(x))
-    return gpu.encode_tensor(tensor, fmt, codebooks, nan)
+    return gpu.encode_tensor(tensor, fmt, codebooks, nan, **options)
 
 
 def assert_same_words(pages, expected):
@@ -265,6 +265,151 @@ def test_queries_of_other_dtypes(dtype):
     assert (found.double() - expected).abs().max() <= tolerance * expected.abs().max()
 
 
+# ---- preconditioners -----------------------------------------------------------------------------
+
+
+def preconditioner_of(parts, shape, *, pairs=None, interleaved=False, seed=101):
+    """Scales over three orders of magnitude, and a bias longer than the keys."""
+    rng = np.random.default_rng(seed)
+    inv_freq = 100.0 ** -np.linspace(0, 1, pairs or shape[-1] // 2)
+    return pq.Preconditioner(
+        scales=np.exp(rng.uniform(-3, 3, shape)) if "scales" in parts else None,
+        bias=pq.RotaryBias(3 * rng.standard_normal(shape), inv_freq, interleaved)
+        if "bias" in parts else None,
+    )  # fmt: skip
+
+
+OWN_SHAPES = {"shared": (2, 16), "per batch row": (2, 2, 16)}
+PARTS = ["scales", "bias", "scales and bias"]
+
+
+@pytest.mark.parametrize("own", OWN_SHAPES)
+@pytest.mark.parametrize("parts", PARTS)
+def test_preconditioned_codes_are_the_cpus(parts, own):
+    """Bit for bit, with the page's mean, a partial page and a position that is not the first."""
+    preconditioner = preconditioner_of(parts, OWN_SHAPES[own])
+    fmt = pq.preset("balanced", 16).keys
+    options = {"preconditioner": preconditioner, "first_position": 2000}
+    x = gaussian(2, 2, PAGE + 9, 16, seed=102) + 1
+    pages, cpu = on_device(x, fmt, **options), pq.encode(x, fmt, **options)
+    assert_same_words(pages, cpu)
+    assert not np.array_equal(cpu.words, pq.encode(x, fmt).words)
+    largest = np.abs(cpu.decode()).max()
+    for start, stop in ((0, PAGE + 9), (PAGE - 2, PAGE + 3)):  # positions 2048 begins a table
+        found = pages.decode(start, stop).numpy()
+        np.testing.assert_allclose(found, cpu.decode(start, stop), atol=1e-6 * largest, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_preconditioned_vectors_of_other_dtypes(dtype):
+    """The bias is taken off and put back in float32, and only the sum is rounded."""
+    options = {"preconditioner": preconditioner_of("scales and bias", (2, 32)), "first_position": 7}
+    fmt = pq.PolarFormat(32, (5, 4, 4), "float16")
+    x = torch.from_numpy(gaussian(1, 21, 2, 32, seed=103)).to(getattr(torch, dtype))
+    x = x.transpose(1, 2)
+    pages, cpu = on_device(x, fmt, **options), pq.encode(x, fmt, **options)
+    assert_same_words(pages, cpu)
+    assert pages.decode().dtype == x.dtype
+    step = {"float16": 2**-10, "bfloat16": 2**-7, "float64": 1e-6}[dtype]  # one, where sums tie
+    error = (pages.decode().double() - cpu.decode().double()).abs()
+    assert (error <= step * cpu.decode().double().abs().clamp_min(1e-2)).all()
+
+
+def assert_attends_as_the_cpu(q, k, v, pair, keys, values=None, *, first_position=0, **options):
+    """To the same codes, which the CPU has, with what it makes of preconditioners."""
+    k_options = {"preconditioner": keys, "first_position": first_position}
+    sides = ((k, pair.keys, k_options), (v, pair.values, {"preconditioner": values}))
+    on_cpu = [pq.encode(x, fmt, **more) for x, fmt, more in sides]
+    pages = [on_device(x, fmt, **more) for x, fmt, more in sides]
+    expected, lse = pq.attention(q, *on_cpu, return_lse=True, **options)
+    if "mask" in options:
+        options["mask"] = torch.from_numpy(options["mask"])
+    found, found_lse = gpu.attention_of_tensors(
+        torch.from_numpy(q), *pages, return_lse=True, **options
+    )
+    np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
+    np.testing.assert_allclose(found_lse, lse, atol=1e-5 * max(1, np.abs(lse).max()), rtol=0)
+
+
+@pytest.mark.parametrize("own", OWN_SHAPES)
+@pytest.mark.parametrize("parts", PARTS)
+def test_attention_to_preconditioned_keys(parts, own):
+    """Two batch rows, three heads a kv head, two queries, a partial page."""
+    k, v = gaussian(2, 2, PAGE + 9, 16, seed=104) + 1, gaussian(2, 2, PAGE + 9, 16, seed=105)
+    assert_attends_as_the_cpu(
+        gaussian(2, 6, 2, 16, seed=106), k, v, pq.preset("balanced", 16),
+        preconditioner_of(parts, OWN_SHAPES[own]), first_position=5, is_causal=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [
+    {"mask": np.random.default_rng(0).random((2, 1, 3, 40)) > 0.4},
+    {"mask": gaussian(1, 4, 1, 40, seed=107), "scale": 0.7},
+    {"softcap": 2.0},
+    {"is_causal": True, "softcap": 5.0, "mask": gaussian(2, 1, 1, 40, seed=108)},
+], ids=["bool", "added", "softcap", "all"])  # fmt: skip
+def test_bias_and_what_hides_tokens_and_changes_logits(options):
+    k, v = gaussian(2, 2, 40, 16, seed=109), gaussian(2, 2, 40, 16, seed=110)
+    assert_attends_as_the_cpu(
+        gaussian(2, 4, 3, 16, seed=111), k, v, pq.preset("balanced", 16),
+        preconditioner_of("scales and bias", (2, 16)), first_position=-3, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("pairs", "interleaved"), [(5, False), (5, True), (8, True)])
+def test_embeddings_of_other_kinds(pairs, interleaved):
+    """Pairs of neighbours, and coordinates that are not turned; scales of values, too."""
+    k, v = gaussian(1, 2, 20, 16, seed=112), gaussian(1, 2, 20, 16, seed=113)
+    keys = preconditioner_of("scales and bias", (2, 16), pairs=pairs, interleaved=interleaved)
+    values = preconditioner_of("scales", (2, 16), seed=114)
+    q = gaussian(1, 2, 1, 16, seed=115)
+    assert_attends_as_the_cpu(q, k, v, pq.preset("balanced", 16), keys, values)
+
+
+def test_many_queries_meet_keys_with_their_bias():
+    k, v = gaussian(1, 2, 30, 16, seed=116), gaussian(1, 2, 30, 16, seed=117)
+    keys = preconditioner_of("scales and bias", (2, 16))
+    q = gaussian(1, 6, 25, 16, seed=118)
+    assert_attends_as_the_cpu(q, k, v, pq.preset("accurate", 16), keys, is_causal=True)
+
+
+def test_codebooks_are_fitted_to_what_is_rotated():
+    options = {
+        "preconditioner": preconditioner_of("scales and bias", (2, 16)),
+        "codebooks": "online",
+    }
+    fmt = pq.PolarFormat(16, (3, 2))
+    x = gaussian(1, 2, 60, 16, seed=119)
+    pages, cpu = on_device(x, fmt, **options), pq.encode(x, fmt, **options)
+    for found, expected in zip(pages.codebooks.angles, cpu.codebooks.angles, strict=True):
+        np.testing.assert_array_equal(found, expected)
+    assert_same_words(pages, cpu)
+
+
+def test_preconditioned_pages_move_between_devices():
+    options = {
+        "preconditioner": preconditioner_of("scales and bias", (2, 16)),
+        "first_position": 11,
+    }
+    x = gaussian(1, 2, 20, 16, seed=120)
+    fmt = pq.preset("balanced", 16).keys
+    back = on_device(x, fmt, **options).to("cpu")
+    np.testing.assert_array_equal(back.decode().numpy(), pq.encode(x, fmt, **options).decode())
+    assert back.preconditioner is options["preconditioner"]
+    assert back.to("meta").first_position == 11
+
+
+def test_preconditioners_that_do_not_fit_are_refused():
+    fmt = pq.PolarFormat(16, (4,))
+    with pytest.raises(ValueError, match=r"preconditioner has shape \(3, 16\)"):
+        on_device(gaussian(1, 2, 9, 16), fmt, preconditioner=preconditioner_of("bias", (3, 16)))
+    x = gaussian(1, 2, 9, 16)
+    x[0, 1, 4] = 1e4
+    scales = pq.Preconditioner(scales=np.full((2, 16), 10.0))
+    with pytest.raises(ValueError, match=r"6550 with this preconditioner|6\.55e\+03 with this"):
+        on_device(x, fmt, preconditioner=scales)
+
+
 # ---- blocks of threads ---------------------------------------------------------------------------
 
 
@@ -278,10 +423,12 @@ def test_the_order_of_threads_does_not_matter(threads, radius, monkeypatch):
         *(replace(fmt, radius=radius) for fmt in vars(pq.preset("balanced", 64)).values())
     )
     x, q = gaussian(1, 1, 37, 64, seed=99) + 1, torch.from_numpy(gaussian(1, 3, 1, 64))
+    preconditioner = preconditioner_of("scales and bias", (1, 64))
 
     def results(order):
         monkeypatch.setattr(cuda_simulator, "order", order)
-        k, v = on_device(x, pair.keys), on_device(x, pair.values)
+        k = on_device(x, pair.keys, preconditioner=preconditioner)
+        v = on_device(x, pair.values)
         return k.words, v.words, k.decode(), gpu.attention_of_tensors(q, k, v)
 
     for a, b in zip(results(list), results(lambda t: list(reversed(t))), strict=True):

@@ -36,7 +36,8 @@ def test_arrays_on_a_gpu_are_recognised():
 
 
 def without(monkeypatch, **versions):
-    """As if packages had other versions, None for not installed."""
+    """As if packages had other versions, None for not installed; torch is built for CUDA."""
+    versions = {"torch": "2.13.0", **versions}
     real = importlib.metadata.version
 
     def version(name):
@@ -45,6 +46,7 @@ def without(monkeypatch, **versions):
             raise importlib.metadata.PackageNotFoundError(name)
         return real(name) if found == "as it is" else found
 
+    gpu_status.check.cache_clear()
     monkeypatch.setattr(gpu_status, "version", version)
     monkeypatch.setattr(gpu_status, "_exists", lambda module: True)
     monkeypatch.delenv("NUMBA_ENABLE_CUDASIM", raising=False)
@@ -53,6 +55,7 @@ def without(monkeypatch, **versions):
 @pytest.mark.parametrize(("versions", "message"), [
     ({"numba_cuda": None}, r"numba-cuda is not installed: pip install 'polarquant-nb\[cuda13\]'"),
     ({"numba_cuda": "0.30.4", "numpy": "2.5.1"}, r"numba-cuda 0.30.4 .* NumPy 2.5.1: .*numpy<2.5"),
+    ({"torch": "2.13.0+cpu"}, r"torch 2.13.0\+cpu is built without CUDA: install a build for CUDA"),
 ])  # fmt: skip
 def test_what_is_missing_is_named(monkeypatch, versions, message):
     """By encode and attention, before anything is compiled, and by ``polarquant-nb info``."""
@@ -109,9 +112,54 @@ def test_numba_cuda_is_in_effect_here():
     assert run_python("-c", code, NUMBA_ENABLE_CUDASIM="0").strip() == "None"
 
 
-def test_a_query_on_the_cpu_does_not_meet_pages_on_a_device(monkeypatch):
+@pytest.fixture
+def nothing_missing(monkeypatch):
+    for name in ("missing", "_shadowed", "_old_driver"):
+        monkeypatch.setattr(gpu_status, name, lambda: None)
+    gpu_status.check.cache_clear()
+    yield
+    gpu_status.check.cache_clear()
+
+
+@pytest.mark.parametrize(("number", "bindings", "message"), [
+    (12040, "13.5.0", r"CUDA 12\.4, but .* with CUDA 13: .* newer driver, or pip .*\[cuda12\]'$"),
+    (11080, "12.9.2", r"supports CUDA 11\.8, but .* with CUDA 12: install a newer driver$"),
+    (12040, "12.9.2", None),
+    (13000, "12.9.2", None),
+    (13000, "13.5.0", None),
+    (None, "13.5.0", "there is no NVIDIA driver"),
+])  # fmt: skip
+def test_old_drivers(monkeypatch, number, bindings, message):
+    """Before anything is compiled that the driver would refuse to load."""
+    driver = pytest.importorskip("cuda.bindings.driver")
+
+    def get_version():
+        if number is None:
+            raise RuntimeError("Failed to dlopen libcuda.so.1")
+        return 0, number
+
+    without(monkeypatch, cuda_bindings=bindings)
+    monkeypatch.setattr(driver, "cuDriverGetVersion", get_version)
+    if message is None:
+        assert gpu_status._old_driver() is None
+        return
     monkeypatch.setattr(gpu_status, "missing", lambda: None)
     monkeypatch.setattr(gpu_status, "_shadowed", lambda: None)
+    with pytest.raises(RuntimeError, match=message):
+        pq.encode(WithInterface(), pq.PolarFormat(16, (4,)))
+
+
+def test_packages_are_looked_at_until_nothing_is_missing(monkeypatch, nothing_missing):
+    problems = iter(["this", "that", None])
+    monkeypatch.setattr(gpu_status, "missing", lambda: next(problems))
+    for problem in ("this", "that"):
+        with pytest.raises(ImportError, match=problem):
+            gpu_status.check()
+    for _ in range(2):
+        gpu_status.check()
+
+
+def test_a_query_on_the_cpu_does_not_meet_pages_on_a_device(nothing_missing):
     pages = pq.encode(gaussian(1, 1, 3, 16), pq.PolarFormat(16, (4,))).to("meta")
     with pytest.raises(ValueError, match="q is on the CPU, but k_pages on meta"):
         pq.attention(np.ones((1, 1, 1, 16), np.float32), pages, pages)

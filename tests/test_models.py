@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,28 +16,6 @@ def hide(monkeypatch, *names):
     """Pretend that modules are not installed."""
     real = models.find_spec
     monkeypatch.setattr(models, "find_spec", lambda name: None if name in names else real(name))
-
-
-@pytest.mark.parametrize(
-    ("platform", "environment", "expected"),
-    [
-        ("linux", {}, "home/.cache/polarquant-nb"),
-        ("linux", {"XDG_CACHE_HOME": "/xdg"}, "/xdg/polarquant-nb"),
-        ("darwin", {"XDG_CACHE_HOME": "/xdg"}, "home/Library/Caches/polarquant-nb"),
-        ("win32", {}, "home/AppData/Local/polarquant-nb"),
-        ("win32", {"LOCALAPPDATA": "/local"}, "/local/polarquant-nb"),
-        ("linux", {"POLARQUANT_CACHE": "/chosen", "XDG_CACHE_HOME": "/xdg"}, "/chosen"),
-    ],
-    ids=str,
-)
-def test_cache_directory(monkeypatch, platform, environment, expected):
-    for name in ("POLARQUANT_CACHE", "XDG_CACHE_HOME", "LOCALAPPDATA"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(models.Path, "home", lambda: Path("home"))
-    monkeypatch.setattr(sys, "platform", platform)
-    assert models.cache_dir() == Path(expected)
 
 
 def test_text_of_a_file(tmp_path):

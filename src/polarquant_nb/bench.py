@@ -2,7 +2,7 @@
 
 Every baseline is timed right after ours, again and again, and judged by the median of the ratios of
 such neighbours: what disturbs both alike cancels.  So ours runs right after torch, as it does in a
-model.  Everything is for one layer and a batch of one.
+model.  Everything is for one layer and a batch of one.  On a GPU, its own events tell the time.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from polarquant_nb.bench_contenders import STAGES, Inputs
+from polarquant_nb.bench_contenders import STAGES, Contender, Inputs
 from polarquant_nb.bench_output import draw_speed, format_result
 from polarquant_nb.budgets import preset
 from polarquant_nb.formats import FormatPair
+from polarquant_nb.gpu_status import unusable
 from polarquant_nb.models import require
 from polarquant_nb.outputs import check_writable, write_json
 from polarquant_nb.threads import get_num_threads, set_num_threads, threads_by_environment
 
-__all__ = ["BenchError", "Row", "alternate", "run"]
+__all__ = ["BenchError", "Row", "alternate", "run", "wall_seconds"]
 
 _BUDGET = 1.0
 """Seconds for a baseline and ours beside it; what is slower gets the fewest rounds."""
@@ -65,7 +66,8 @@ class Row:
         Time of the first call; if it is the first of its kind in the process, ours compiles
         kernels or reads them from Numba's cache.
     nbytes : int or None
-        Bytes of keys and values as this contender reads them.
+        Bytes of keys and values as this contender reads them; where a GPU encodes or decompresses,
+        bytes that it reads and writes.
     """
 
     stage: str
@@ -89,7 +91,8 @@ def run(
     presets: Sequence[str] = ("balanced",),
     shapes: Sequence[tuple[int, int, int]] = ((8, 32, 128), (3, 9, 64)),
     seq_lens: Sequence[int] = (4096, 16384),
-    only: Sequence[str] = ("encode", "decode", "prefill"),
+    only: Sequence[str] | None = None,
+    device: str = "cpu",
     queries: int = 512,
     repeat: int = 15,
     seed: int = 0,
@@ -107,8 +110,10 @@ def run(
         Shapes of a layer.
     seq_lens : sequence of int
         Tokens in the cache.
-    only : sequence of {'encode', 'decode', 'prefill'}
-        What to measure.
+    only : sequence of {'encode', 'decode', 'prefill', 'decompress'}, optional
+        What to measure; by default everything, which includes decompressing on a GPU only.
+    device : {'cpu', 'cuda'}
+        Where.
     queries : int
         Queries of a prefill, the last of the seq_len tokens; seq_len if there are fewer tokens.
     repeat : int
@@ -123,13 +128,15 @@ def run(
     Returns
     -------
     dict
-        What the JSON file holds; ``rows`` are those of :class:`Row`.
+        What the JSON file holds; ``rows`` are those of :class:`Row`, and ``gpu`` is None on the
+        CPU.
 
     Raises
     ------
     BenchError
-        If a head_dim is not supported, a file cannot be written, or NumPy would help ours with
-        more threads than the others get.
+        If a head_dim is not supported, a file cannot be written, the device cannot be used or does
+        not have what is to be measured, or NumPy would help ours with more threads than the others
+        get.
     UnavailableError
         If a package is missing.
     """
@@ -140,28 +147,42 @@ def run(
         check_writable(png, json)
     except (OSError, ValueError) as error:
         raise BenchError(str(error)) from error
-    if "prefill" in only and _blas_threads() > threads:
+    require("torch", *(["matplotlib"] if png else []))
+    place = _place(device)
+    measured = list(dict.fromkeys(stage.split()[0] for stage in place.stages))
+    only = measured if only is None else only
+    for name in only:
+        if name not in measured:
+            raise BenchError(
+                f"only has {name!r}, which is not measured on device {device!r}; there is "
+                f"{', '.join(measured)}"
+            )
+    if device == "cpu" and "prefill" in only and _blas_threads() > threads:
         raise BenchError(
             f"threads is {threads}, but NumPy multiplies the matrices of prefill with "
             f"{_blas_threads()}: set the environment variable OMP_NUM_THREADS={threads}, or leave "
             "prefill out by --only encode --only decode"
         )
-    require("torch", *(["matplotlib"] if png else []))
     from polarquant_nb import info
 
-    stages = [stage for stage in STAGES if stage.split()[0] in only]
+    stages = [stage for stage in place.stages if stage.split()[0] in only]
     total = len(shapes) * len(seq_lens) * len(presets) * len(stages)
     rows: list[Row] = []
     with _num_threads(threads), _progress(total) as advance:
         for shape, seq_len in product(shapes, seq_lens):
             pairs = {name: formats[name, shape] for name in presets}
-            inputs = Inputs.draw(shape, seq_len, min(queries, seq_len), seed)
+            inputs = Inputs.draw(shape, seq_len, min(queries, seq_len), seed, device)
             for name, stage in product(presets, stages):
-                rows += _measure(stage, name, inputs, pairs[name], repeat)
+                contenders = place.stages[stage](inputs, pairs[name])
+                rows += _measure(stage, name, inputs, contenders, repeat, place.seconds)
+                del contenders
                 advance()
             del inputs  # before there are others
         about = info.report()
+        gpu = place.gpu()
     result = {
+        "device": device,
+        "gpu": gpu,
         "repeat": repeat,
         "seed": seed,
         "cpu_model": _cpu_model(),
@@ -187,7 +208,7 @@ def alternate(
     *,
     repeat: int,
     budget: float,
-    clock: Callable[[], float] = time.perf_counter,
+    seconds: Callable[[Callable[[], Any]], float],
 ) -> dict[str, npt.NDArray[np.float64]]:
     """Time every baseline right after ours, in rounds.
 
@@ -200,8 +221,8 @@ def alternate(
     budget : float
         Seconds for a baseline and ours beside it: it sits out the rounds that it would probably
         need more for, but not the first three.
-    clock : callable
-        Tells the time in seconds.
+    seconds : callable
+        Calls what it is given, and tells how long that took.
 
     Returns
     -------
@@ -213,18 +234,65 @@ def alternate(
         for name, baseline in baselines.items():
             done, spent = len(pairs[name]), sum(map(sum, pairs[name]))
             if done < _FEWEST or spent / done * (done + 1) <= budget:
-                pairs[name].append((_seconds(ours, clock), _seconds(baseline, clock)))
-    return {name: np.array(seconds) for name, seconds in pairs.items()}
+                pairs[name].append((seconds(ours), seconds(baseline)))
+    return {name: np.array(both) for name, both in pairs.items()}
+
+
+def wall_seconds(call: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> float:
+    """Time of a call that returns when it is done.
+
+    Parameters
+    ----------
+    call : callable
+        What to time.
+    clock : callable
+        Tells the time in seconds.
+
+    Returns
+    -------
+    float
+        Seconds.
+    """
+    start = clock()
+    call()
+    return clock() - start
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What depends on the device: stages, how a call is timed, what is said about a GPU."""
+
+    stages: Mapping[str, Callable[[Inputs, FormatPair], dict[str, Contender]]]
+    seconds: Callable[[Callable[[], Any]], float]
+    gpu: Callable[[], dict[str, Any] | None]
+
+
+def _place(device: str) -> _Place:
+    if device == "cpu":
+        return _Place(STAGES, wall_seconds, lambda: None)
+    problem = unusable()
+    if problem:
+        raise BenchError(f"device is {device!r}, which cannot be used: {problem}")
+    from polarquant_nb.bench_gpu import (
+        GPU_STAGES,
+        copy_bandwidth,
+        describe_gpu,
+        event_seconds,
+    )
+
+    return _Place(
+        GPU_STAGES, event_seconds, lambda: {**describe_gpu(), "copy_bandwidth": copy_bandwidth()}
+    )
 
 
 def _measure(
-    stage: str, preset_name: str, inputs: Inputs, formats: FormatPair, repeat: int
-) -> list[Row]:
+    stage: str, preset_name: str, inputs: Inputs, contenders: dict[str, Contender], repeat: int,
+    seconds_of: Callable[[Callable[[], Any]], float],
+) -> list[Row]:  # fmt: skip
     """A stage's rows, ours first."""
-    contenders = STAGES[stage](inputs, formats)
-    first = {name: _seconds(contender.call) for name, contender in contenders.items()}
+    first = {name: seconds_of(contender.call) for name, contender in contenders.items()}
     calls = {name: contender.call for name, contender in contenders.items()}
-    pairs = alternate(calls.pop("ours"), calls, repeat=repeat, budget=_BUDGET)
+    pairs = alternate(calls.pop("ours"), calls, repeat=repeat, budget=_BUDGET, seconds=seconds_of)
     ours = np.concatenate(list(pairs.values()))[:, :1]
     _, kv_heads, seq_len, head_dim = inputs.k.shape
     _, heads, queries, _ = inputs.q.shape
@@ -250,12 +318,6 @@ def _measure(
             )
         )
     return rows
-
-
-def _seconds(call: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> float:
-    start = clock()
-    call()
-    return clock() - start
 
 
 @contextmanager

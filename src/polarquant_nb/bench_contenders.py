@@ -57,7 +57,9 @@ class Inputs:
     v: torch.Tensor
 
     @staticmethod
-    def draw(shape: tuple[int, int, int], seq_len: int, q_len: int, seed: int) -> Inputs:
+    def draw(
+        shape: tuple[int, int, int], seq_len: int, q_len: int, seed: int, device: str = "cpu"
+    ) -> Inputs:
         """Draw normal numbers.
 
         Parameters
@@ -67,7 +69,9 @@ class Inputs:
         seq_len, q_len : int
             Tokens and queries.
         seed : int
-            Same seed, same numbers.
+            Same seed, same numbers on the same device.
+        device : str
+            Of torch.
 
         Returns
         -------
@@ -77,10 +81,10 @@ class Inputs:
         import torch
 
         kv_heads, heads, head_dim = shape
-        source = torch.Generator().manual_seed(seed)
+        source = torch.Generator(device).manual_seed(seed)
 
         def normal(rows: int, tokens: int) -> torch.Tensor:
-            return torch.randn(1, rows, tokens, head_dim, generator=source)
+            return torch.randn(1, rows, tokens, head_dim, generator=source, device=device)
 
         mean = 2 * normal(kv_heads, 1)
         drawn = normal(heads, q_len), normal(kv_heads, seq_len) + mean, normal(kv_heads, seq_len)
@@ -194,13 +198,17 @@ def folded_sdpa(
     return sdpa(_folded(q, k), k, v, attn_mask=mask).reshape(q.shape)
 
 
-def gqa_sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def gqa_sdpa(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
+) -> torch.Tensor:
     """SDPA as it is meant for grouped heads, which for one query in bf16 is slow on CPUs.
 
     Parameters
     ----------
     q, k, v
         As in :func:`grouped_matmul`.
+    mask : torch.Tensor, optional
+        What SDPA takes as such.
 
     Returns
     -------
@@ -209,7 +217,7 @@ def gqa_sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """
     from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-    return sdpa(q, k, v, enable_gqa=True)
+    return sdpa(q, k, v, attn_mask=mask, enable_gqa=True)
 
 
 @dataclass(frozen=True)

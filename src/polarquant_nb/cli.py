@@ -224,9 +224,10 @@ def _add_bench_arguments(add: Callable[..., object]) -> None:
     add(
         "--only",
         action="append",
-        choices=("encode", "decode", "prefill"),
-        help="what to measure; may be repeated (default: all)",
+        choices=("encode", "decompress", "decode", "prefill"),
+        help="what to measure, decompress on a GPU only; may be repeated (default: all)",
     )
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="where")
     add("--queries", type=_integer(1, 8192), default=512, help="of prefill, the last tokens")
     add("--repeat", type=_integer(1, 1000), default=15, help="rounds; slow baselines get fewer")
     _add_common_arguments(add, DEFAULT_PRESET, "of queries, keys and values")

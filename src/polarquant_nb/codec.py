@@ -125,9 +125,7 @@ def encode(
     if on_gpu(x):
         from polarquant_nb import gpu
 
-        if preconditioner is not None:
-            raise ValueError("preconditioner is given, but x is on a GPU, where there is none yet")
-        return gpu.encode(x, fmt, codebooks, nan)
+        return gpu.encode(x, fmt, codebooks, nan, preconditioner, first_position)
     elements, kind = open_elements(x)
     *leading, seq_len, head_dim = elements.shape
     if head_dim != fmt.head_dim:

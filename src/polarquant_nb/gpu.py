@@ -11,9 +11,11 @@ from polarquant_nb.formats import PolarFormat
 from polarquant_nb.gpu_arrays import as_tensor, give_back, on_gpu, same_device
 from polarquant_nb.gpu_attention import attend_rows
 from polarquant_nb.gpu_codec import decode_rows, encode_rows
+from polarquant_nb.gpu_preconditioning import scaled, subtract_bias
 from polarquant_nb.gpu_status import check
 from polarquant_nb.layout import PAGE
 from polarquant_nb.pages import PolarPages
+from polarquant_nb.preconditioning import Preconditioner
 from polarquant_nb.queries import check_causal, check_query_shape, mask_shape, open_logits
 
 __all__ = [
@@ -27,17 +29,21 @@ __all__ = [
 Tensor = Any
 
 
-def encode(x: Any, fmt: PolarFormat, codebooks: Any, nan: str) -> PolarPages:
+def encode(
+    x: Any, fmt: PolarFormat, codebooks: Any, nan: str, preconditioner: Preconditioner | None,
+    first_position: int,
+) -> PolarPages:  # fmt: skip
     """:func:`polarquant_nb.encode` of an array on a GPU."""
     check()
     tensor, family = as_tensor(x, "x")
-    return encode_tensor(tensor, fmt, codebooks, nan, family)
+    return encode_tensor(tensor, fmt, codebooks, nan, family, preconditioner, first_position)
 
 
 def encode_tensor(
-    x: Tensor, fmt: PolarFormat, codebooks: Any, nan: str, family: str = "torch"
-) -> PolarPages:
-    """Encode a tensor where it is; format and ``nan`` are checked already.
+    x: Tensor, fmt: PolarFormat, codebooks: Any, nan: str, family: str = "torch",
+    preconditioner: Preconditioner | None = None, first_position: int = 0,
+) -> PolarPages:  # fmt: skip
+    """Encode a tensor where it is; types and ``nan`` are checked already.
 
     Parameters
     ----------
@@ -47,6 +53,8 @@ def encode_tensor(
         As :func:`polarquant_nb.encode` takes them.
     family : str
         What decoding returns; see :func:`~polarquant_nb.gpu_arrays.as_tensor`.
+    preconditioner, first_position
+        As :func:`polarquant_nb.encode` takes them.
 
     Returns
     -------
@@ -68,29 +76,41 @@ def encode_tensor(
             f"x has shape {tuple(x.shape)}; it must be (..., seq_len, head_dim), with "
             f"fmt.head_dim = {fmt.head_dim}"
         )
-    books = chosen_codebooks(codebooks, x, fmt)
     *leading, seq_len, _ = x.shape
+    given, rotated = x, x
+    if preconditioner is not None:
+        preconditioner.check(fmt, leading)
+        x = subtract_bias(x, preconditioner, first_position)
+        if isinstance(codebooks, str):  # fitted to what is rotated
+            rotated = scaled(x, preconditioner)
+    books = chosen_codebooks(codebooks, rotated, fmt)
     num_pages, page_words = -(-seq_len // PAGE), fmt.layout.num_words
     words: Any = torch.empty((*leading, num_pages, page_words), dtype=torch.int32, device=x.device)
     starts = torch.arange(words.numel() // page_words, device=x.device) * page_words
-    events = encode_rows(x, fmt, books, words.reshape(-1), starts)
+    events = encode_rows(x, fmt, books, words.reshape(-1), starts, preconditioner)
     nonfinite, saturated = events.sum(0).unbind()
-    kind = ArrayKind(family, torch_name(x.dtype))
+    kind = ArrayKind(family, torch_name(given.dtype))
     if nan == "raise":
         nonfinite, saturated = int(nonfinite), int(saturated)
         if nonfinite or saturated:
-            raise ValueError(_describe(x, words, fmt, nonfinite))
-    return PolarPages(fmt, words, seq_len, books, kind, nonfinite, saturated)
+            raise ValueError(_describe(given, words, fmt, nonfinite, preconditioner))
+    return PolarPages(
+        fmt, words, seq_len, books, kind, nonfinite, saturated, preconditioner, first_position
+    )
 
 
-def _describe(x: Tensor, words: Tensor, fmt: PolarFormat, nonfinite: int) -> str:
+def _describe(
+    x: Tensor, words: Tensor, fmt: PolarFormat, nonfinite: int,
+    preconditioner: Preconditioner | None,
+) -> str:  # fmt: skip
     """Which row cannot be stored; the slow path of an error, on the CPU."""
     from polarquant_nb.codec import describe_nonfinite, describe_saturated
 
     elements, kind = open_elements(x.cpu())
     if nonfinite:
-        return describe_nonfinite(elements, kind)
-    return describe_saturated(elements, kind, words.cpu().numpy().view(np.uint32), fmt)
+        return describe_nonfinite(elements, kind, preconditioner)
+    found = words.cpu().numpy().view(np.uint32)
+    return describe_saturated(elements, kind, found, fmt, preconditioner)
 
 
 def decode(pages: PolarPages, start: int, stop: int, kind: ArrayKind) -> Any:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from polarquant_nb.arrays import torch_name
+from polarquant_nb.gpu_bias import BiasLogits
 from polarquant_nb.gpu_codec import (
     DeviceRows,
     Launcher,
@@ -18,6 +19,7 @@ from polarquant_nb.gpu_codec import (
 )
 from polarquant_nb.kernels.attention_cpu import LOG2_E
 from polarquant_nb.layout import PAGE
+from polarquant_nb.preconditioning import rotary_bias
 
 if TYPE_CHECKING:
     from polarquant_nb.queries import Logits
@@ -47,7 +49,7 @@ def attend_rows(
     q : torch.Tensor, shape ``(batch, num_heads, q_len, head_dim)``
         Queries, of any strides; float16, bfloat16 or float32.
     keys, values : DeviceRows
-        Rows are batch elements and kv heads.
+        Rows are batch elements and kv heads; values without a bias.
     logits : Logits
         Scale and softcap.
     mask : torch.Tensor of float32, optional
@@ -71,7 +73,9 @@ def attend_rows(
         out = q.new_zeros((*q.shape[:-1], values.format.head_dim))
         return out, q.new_full(q.shape[:-1], -float("inf"), dtype=_torch(q).float32)
     per_row = batch * heads * q_len // rows
-    if per_row > _FUSED_QUERIES:
+    rotary = rotary_bias(keys.preconditioner)
+    # decoded keys have their bias again, to which a soft cap applies as to all of the logit
+    if per_row > _FUSED_QUERIES or (rotary is not None and logits.softcap):
         return _by_page_groups(q, keys, values, logits, mask, causal, longest)
     key = id(values), per_row, q.dtype, longest
     plan = keys.prepared.get(key)
@@ -88,7 +92,7 @@ def _torch(tensor: Tensor) -> Any:
 
 @dataclass(eq=False)
 class _Plan:
-    """Three launches for calls that differ in the queries' numbers only."""
+    """Three launches, or four, for calls that differ in the queries' numbers only."""
 
     here: Launcher
     keys: DeviceRows
@@ -103,7 +107,9 @@ class _Plan:
     groups: int
     ranges: int
     range_pages: int
+    longest: int
     addresses: tuple[tuple[Any, ...], ...]
+    bias: BiasLogits | None
 
     @staticmethod
     def make(q: Tensor, keys: DeviceRows, values: DeviceRows, per_row: int, longest: int) -> _Plan:
@@ -118,8 +124,11 @@ class _Plan:
         pages, items = -(-longest // PAGE), keys.starts.shape[0] * groups
         wanted = max(1, _BLOCKS_PER_PROCESSOR * here.processors // items)
         range_pages = -(-pages // min(wanted, pages))
-        element = torch_name(q.dtype)
-        k_tables, v_tables = (tables(s.format, s.codebooks, q.device) for s in (keys, values))
+        element, rotary = torch_name(q.dtype), rotary_bias(keys.preconditioner)
+        k_tables, v_tables = (
+            tables(s.format, s.codebooks, q.device, s.preconditioner, inverse=True)
+            for s in (keys, values)
+        )
         address = here.address
         # the rotations' kernels do not depend on the bits
         return _Plan(
@@ -127,7 +136,7 @@ class _Plan:
             here.kernel("rotate", program_of(keys.format, bare=True), element),
             here.kernel("attend", k, values=v, group=group),
             here.kernel("merge", program_of(values.format, bare=True), element, group=group),
-            per_row, group, groups, -(-pages // range_pages), range_pages,
+            per_row, group, groups, -(-pages // range_pages), range_pages, longest,
             (
                 tuple(map(address, (k_tables.signs, k_tables.order, k_tables.mix, k_tables.dense))),
                 (*map(address, (keys.words, keys.starts, k_tables.cosines, values.words,
@@ -135,6 +144,7 @@ class _Plan:
                 (*map(address, (v_tables.signs, v_tables.inverse_order, v_tables.mix,
                                 v_tables.back)),),
             ),
+            None if rotary is None else BiasLogits.make(q, keys, rotary, per_row, group, pages),
         )  # fmt: skip
 
     def run(
@@ -142,6 +152,11 @@ class _Plan:
     ) -> tuple[Tensor, Tensor]:
         batch, heads, q_len, d = q.shape
         rows, width = self.keys.starts.shape[0], self.values.format.head_dim
+        if self.bias is not None:
+            logits_of_bias = self.bias.run(q, logits.scale)
+            if mask is not None:
+                logits_of_bias[..., : self.longest].add_(mask)
+            mask = logits_of_bias
         num_queries, vectors = batch * heads * q_len, rows * self.groups * self.ranges * self.group
         float32 = self.k_tables.cosines.dtype
         # one piece of scratch: rotated queries, and what each range gives

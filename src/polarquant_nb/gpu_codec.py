@@ -6,7 +6,7 @@ stream; in Numba's CUDA simulator they run at once on CPU tensors, which is how 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,9 @@ import numpy.typing as npt
 from polarquant_nb.arrays import torch_name
 from polarquant_nb.codebooks import Codebooks
 from polarquant_nb.formats import PolarFormat
+from polarquant_nb.gpu_preconditioning import add_bias
 from polarquant_nb.layout import PAGE
+from polarquant_nb.preconditioning import Preconditioner, rotary_bias, row_signs
 from polarquant_nb.rotations import rotation_for
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ class Tables:
     Parameters
     ----------
     signs, order, inverse_order, mix, dense, back : torch.Tensor
-        Factors of the rotation; signs are ``(heads, 2 d)``, of which there is one head.
+        Factors of the rotation; signs are ``(heads, 2 d)``, with scales multiplied in.
     cosines, thresholds : torch.Tensor
         Of the codebooks.
     """
@@ -53,7 +55,7 @@ class Tables:
 
     @property
     def heads(self) -> int:
-        """Rows of signs."""
+        """Rows of signs; row ``r`` of pages or queries takes row ``r`` modulo these."""
         return int(self.signs.shape[0])
 
 
@@ -73,6 +75,10 @@ class DeviceRows:
         Tokens of each row.
     prepared : dict
         What attention works out once.
+    preconditioner : Preconditioner, optional
+        Of the vectors; of row ``r`` modulo the rows that it has.
+    first_position : int
+        Position of each row's first token, which a rotary bias depends on.
     """
 
     format: PolarFormat
@@ -81,6 +87,8 @@ class DeviceRows:
     starts: Tensor
     lengths: Tensor
     prepared: dict[Any, Any] = field(default_factory=dict, repr=False)
+    preconditioner: Preconditioner | None = None
+    first_position: int = 0
 
 
 class Launcher:
@@ -151,8 +159,11 @@ def launcher(device: torch.device) -> Launcher:
 
 
 @lru_cache(maxsize=256)
-def tables(fmt: PolarFormat, codebooks: Codebooks, device: torch.device) -> Tables:
-    """A format's tables on a device, copied there once."""
+def tables(
+    fmt: PolarFormat, codebooks: Codebooks, device: torch.device,
+    preconditioner: Preconditioner | None = None, *, inverse: bool = False,
+) -> Tables:  # fmt: skip
+    """A format's tables on a device, copied there once; ``inverse`` divides by the scales."""
     import torch
 
     def copy(array: npt.NDArray[Any]) -> Tensor:
@@ -160,6 +171,11 @@ def tables(fmt: PolarFormat, codebooks: Codebooks, device: torch.device) -> Tabl
         flat = flat.view(np.int32) if flat.dtype == np.uint32 else flat
         return torch.from_numpy(flat if flat.size else np.zeros(1, flat.dtype)).to(device)
 
+    if preconditioner is None and inverse:  # the same without scales
+        return tables(fmt, codebooks, device)
+    if preconditioner is not None:
+        signs = row_signs(fmt, preconditioner, inverse=inverse).reshape(-1, 2 * fmt.head_dim)
+        return replace(tables(fmt, codebooks, device), signs=copy(signs))
     rotation = rotation_for(fmt)
     thresholds = np.empty(0, np.float32) if codebooks.is_analytic else codebooks.thresholds()
     return Tables(
@@ -197,13 +213,14 @@ def device_rows(pages: PolarPages) -> DeviceRows:
     starts = torch.arange(rows * pages.num_pages, device=words.device) * page_words
     lengths = torch.full((rows,), pages.seq_len, dtype=torch.int64, device=words.device)
     return DeviceRows(
-        pages.format, pages.codebooks, words.reshape(-1), starts.reshape(rows, -1), lengths
-    )
+        pages.format, pages.codebooks, words.reshape(-1), starts.reshape(rows, -1), lengths, {},
+        pages.preconditioner, pages.first_position,
+    )  # fmt: skip
 
 
 def encode_rows(
-    x: Tensor, fmt: PolarFormat, codebooks: Codebooks, words: Tensor, starts: Tensor, *,
-    frozen: bool = False,
+    x: Tensor, fmt: PolarFormat, codebooks: Codebooks, words: Tensor, starts: Tensor,
+    preconditioner: Preconditioner | None = None, *, frozen: bool = False,
 ) -> Tensor:  # fmt: skip
     """Encode vectors into pages that may lie anywhere; arguments are not checked.
 
@@ -217,6 +234,9 @@ def encode_rows(
         Memory that holds the pages.
     starts : torch.Tensor of int64, 1-d
         Each page's first word, rows after one another.
+    preconditioner : Preconditioner, optional
+        Its scales are used; its bias is subtracted already, by
+        :func:`~polarquant_nb.gpu_preconditioning.subtract_bias`.
     frozen : bool
         The pages are whole and hold their offsets already; those are kept.
 
@@ -229,7 +249,7 @@ def encode_rows(
 
     if x.dtype == torch.float64:
         x = x.float()
-    here, kit = launcher(x.device), tables(fmt, codebooks, x.device)
+    here, kit = launcher(x.device), tables(fmt, codebooks, x.device, preconditioner)
     x, inner, (outer_stride, inner_stride) = _two_axes(x)
     seq_len = x.shape[-2]
     events = torch.empty((starts.numel(), 2), dtype=torch.int32, device=x.device)
@@ -261,8 +281,25 @@ def decode_rows(rows: DeviceRows, start: int, stop: int, target: Tensor) -> None
     """
     if not target.numel():
         return
+    bias = rotary_bias(rows.preconditioner)
+    if bias is None:
+        _decode_without_bias(rows, start, stop, target)
+        return
+    import torch
+
+    # the sum is what is to be rounded
+    in_place = target.dtype == torch.float32
+    x = target if in_place else torch.empty_like(target, dtype=torch.float32)
+    _decode_without_bias(rows, start, stop, x)
+    add_bias(x.view(len(rows.starts), stop - start, -1), bias, rows.first_position + start)
+    if not in_place:
+        target.copy_(x)
+
+
+def _decode_without_bias(rows: DeviceRows, start: int, stop: int, target: Tensor) -> None:
     device = target.device
-    here, kit = launcher(device), tables(rows.format, rows.codebooks, device)
+    here = launcher(device)
+    kit = tables(rows.format, rows.codebooks, device, rows.preconditioner, inverse=True)
     count, columns = rows.starts.shape
     first, touched = start // PAGE, -(-stop // PAGE) - start // PAGE
     kernel = here.kernel(

@@ -11,7 +11,7 @@ from typing import Any
 
 import polarquant_nb
 from polarquant_nb.gpu_status import missing
-from polarquant_nb.models import cache_dir
+from polarquant_nb.places import cache_dir, cuda_cache_dir
 from polarquant_nb.threads import get_num_threads
 
 __all__ = ["describe", "report"]
@@ -30,15 +30,15 @@ def report() -> dict[str, Any]:
     -------
     dict
         ``versions`` (None for what is not installed), ``cpu``, ``gpu``, ``backend``,
-        ``environment`` (the variables that are set and matter) and ``cache_dir``; only types that
-        JSON can hold.
+        ``environment`` (the variables that are set and matter), ``cache_dir`` and
+        ``cuda_cache_dir`` (None if machine code is not kept); only types that JSON can hold.
     """
     from llvmlite import binding as llvm
     from numba.core import config
 
     from polarquant_nb.kernels.jit import cpu_isa
 
-    gpus = _gpus()
+    gpus, kernels = _gpus(), cuda_cache_dir()
     return {
         "versions": {
             "polarquant-nb": polarquant_nb.__version__,
@@ -60,6 +60,7 @@ def report() -> dict[str, Any]:
             if name.startswith(("NUMBA_", "POLARQUANT_")) or name == "OMP_NUM_THREADS"
         },
         "cache_dir": str(cache_dir()),
+        "cuda_cache_dir": None if kernels is None else str(kernels),
     }
 
 
@@ -82,6 +83,7 @@ def describe() -> str:
         ("GPU", "; ".join(facts["gpu"]) or "none found (by nvidia-smi)"),
         ("backend", facts["backend"]),
         ("cache", facts["cache_dir"]),
+        ("CUDA kernels", facts["cuda_cache_dir"] or "not kept (POLARQUANT_CUDA_CACHE)"),
     ]
     lines += [(name, value) for name, value in facts["environment"].items()]
     width = max(len(name) for name, _ in lines)

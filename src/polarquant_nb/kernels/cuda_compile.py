@@ -20,10 +20,19 @@ from pathlib import Path
 from typing import Any
 
 from polarquant_nb.kernels.cuda_attention import make_attend, make_merge, make_rotate
+from polarquant_nb.kernels.cuda_bias import make_bias
 from polarquant_nb.kernels.cuda_codec import THREADS, make_decode, make_encode
 from polarquant_nb.kernels.jit import Program
 
-__all__ = ["ARGUMENTS", "KernelSpec", "Resources", "compile_cubin", "compile_ptx", "resources"]
+__all__ = [
+    "ARGUMENTS",
+    "BARE",
+    "KernelSpec",
+    "Resources",
+    "compile_cubin",
+    "compile_ptx",
+    "resources",
+]
 
 Capability = tuple[int, int]
 
@@ -33,9 +42,13 @@ ARGUMENTS = {
     "encode": "EUIFUFFFCiiiilllli",
     "decode": "UIFUFFFEiiiiii",
     "rotate": "EFFUFFfiiiiillll",
+    "bias": "EFFFFfiiiiiiiillll",
     "attend": "FUIFUIFIFFFFiiiiifiiilllli",
     "merge": "FFFEFFUFFiiiii",
 }
+
+BARE = ("rotate", "bias", "merge")
+"""Kernels that do not depend on the bits; see :func:`program_of`."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +57,7 @@ class KernelSpec:
 
     Parameters
     ----------
-    name : {'encode', 'decode', 'rotate', 'attend', 'merge'}
+    name : {'encode', 'decode', 'rotate', 'bias', 'attend', 'merge'}
         Which kernel.
     program : Program
         Format; of the keys for 'attend'.
@@ -53,7 +66,7 @@ class KernelSpec:
     values : Program, optional
         Format of the values, for 'attend'.
     group : int
-        Queries that share a walk, for 'attend' and 'merge'.
+        Queries that share a walk, for 'bias', 'attend' and 'merge'.
     threads : int
         Threads of a block.
     """
@@ -86,6 +99,8 @@ class KernelSpec:
             return make_decode(self.program, self.element, self.threads)
         if self.name == "rotate":
             return make_rotate(self.program, self.element, self.threads)
+        if self.name == "bias":
+            return make_bias(self.program, self.element, self.group, self.threads)
         if self.name == "merge":
             return make_merge(self.program, self.element, self.group, self.threads)
         assert self.values is not None
@@ -261,11 +276,12 @@ def preset_kernels(
                 for p in (keys, values)
             ),
             KernelSpec("rotate", keys, "bfloat16"),
+            *(KernelSpec("bias", keys, "bfloat16", group=g) for g in groups),
             *(KernelSpec("attend", keys, values=values, group=g) for g in groups),
             *(KernelSpec("merge", values, "bfloat16", group=g) for g in groups),
         ]
         for spec in specs:
-            if spec.name in ("rotate", "merge"):  # do not depend on the bits
+            if spec.name in BARE:
                 spec = KernelSpec(
                     spec.name, program_of(pair.values, bare=True), spec.element, group=spec.group
                 )
@@ -284,7 +300,7 @@ def program_of(fmt: Any, analytic: bool = True, *, bare: bool = False) -> Progra
     analytic : bool
         Whether the codebooks are.
     bare : bool
-        For kernels that turn vectors only: without what does not matter to them.
+        For the kernels of ``BARE``: without what does not matter to them.
 
     Returns
     -------
@@ -299,8 +315,8 @@ def program_of(fmt: Any, analytic: bool = True, *, bare: bool = False) -> Progra
 
 def _title(spec: KernelSpec, name: str) -> str:
     bits = ",".join(map(str, spec.program.level_bits))
-    if spec.name in ("rotate", "merge"):
-        return f"{spec.name}{f', group {spec.group}' if spec.name == 'merge' else ''}"
+    if spec.name in BARE:
+        return f"{spec.name}{f', group {spec.group}' if spec.name != 'rotate' else ''}"
     if spec.name == "attend":
         return f"attend {name}, group {spec.group}"
     return f"{spec.name} {bits}{' with offset' if spec.program.offset else ''}"

@@ -1,8 +1,8 @@
 """Launch kernels on torch's current stream: bare pointers, one driver call, no waiting.
 
-Machine code is compiled and loaded at a kernel's first launch for a compute capability, which is
-not possible while a CUDA graph is captured: launch once before.  Arguments are packed into memory
-that a thread keeps; ``cuLaunchKernel`` copies them.
+Machine code is compiled, or found on disk, and loaded at a kernel's first launch for a compute
+capability, which is not possible while a CUDA graph is captured: launch once before.  Arguments are
+packed into memory that a thread keeps; ``cuLaunchKernel`` copies them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from polarquant_nb.kernels.cuda_compile import ARGUMENTS, KernelSpec, compile_cubin
+from polarquant_nb.kernels.cuda_compile import ARGUMENTS, KernelSpec
+from polarquant_nb.kernels.cuda_cubins import kept_cubin
 from polarquant_nb.kernels.cuda_lanes import SIMULATED
 
 __all__ = ["Kernel", "kernel_for"]
@@ -138,7 +139,7 @@ def kernel_for(spec: KernelSpec, capability: tuple[int, int]) -> Any:
 def _loaded(spec: KernelSpec, capability: tuple[int, int]) -> Kernel:
     from cuda.bindings import driver
 
-    cubin, name = compile_cubin(spec, capability)
+    cubin, name = kept_cubin(spec, capability)
     error, library = driver.cuLibraryLoadData(cubin, None, None, 0, None, None, 0)
     if not error:
         error, function = driver.cuLibraryGetKernel(library, name.encode())

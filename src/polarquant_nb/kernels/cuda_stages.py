@@ -39,6 +39,7 @@ __all__ = [
     "unmix_first_round",
     "unmix_second_round",
     "unpack_rows",
+    "widened",
 ]
 
 
@@ -60,7 +61,7 @@ def load_tile(
         at = c * L.n + token
         L.put(Z, at, L.f(0.0))
         place = token * token_stride + c * coordinate_stride + index
-        L.when(token, tokens, lambda: L.put(Z, at, _widened(L, source, place, element)))
+        L.when(token, tokens, lambda: L.put(Z, at, widened(L, source, place, element)))
         return nothing
 
     L.loop(d * lanes // threads, [], load)
@@ -71,10 +72,11 @@ def load_scaled(
     element: str,
 ) -> None:  # fmt: skip
     """One number of the source, as float32, times ``scale``, to ``Z[at]``."""
-    L.put(Z, at, _widened(L, source, index, element) * scale)
+    L.put(Z, at, widened(L, source, index, element) * scale)
 
 
-def _widened(L: Any, source: Any, index: Index, element: str) -> Vector:
+def widened(L: Any, source: Any, index: Index, element: str) -> Vector:
+    """One number of the source, as float32."""
     if element == "float32":
         return L.splat(source, index)
     bits = L.load_lanes(source, 0, index, 16)
@@ -233,7 +235,7 @@ def sum_column(
     """
 
     def add_row(t: Index, total: list[Vector]) -> list[Vector]:
-        x = _widened(L, source, index + t * stride, element)
+        x = widened(L, source, index + t * stride, element)
         return [L.where(L.splat(good, t) >= L.u(1), total[0] + x, total[0])]
 
     (total,) = L.loop(n, [L.f(0.0)], add_row)
@@ -249,7 +251,7 @@ def judge_row(
     """Whether a row is finite, and if so asked, short enough for a float16 radius."""
 
     def add_square(i: Index, state: list[Vector]) -> list[Vector]:
-        x = _widened(L, source, index + i * stride, element)
+        x = widened(L, source, index + i * stride, element)
         return [state[0] + x * x, L.fma(x, L.f(0.0), state[1])]
 
     squared, nan = L.loop(program.head_dim, [L.f(0.0), L.f(0.0)], add_square)

@@ -20,7 +20,7 @@ def speed(results: dict[str, Any], ax: Any = None) -> Any:
     ----------
     results : dict
         What ``polarquant-nb bench --json FILE`` writes.
-    ax : matplotlib Axes, or an array of one for each of encode, decode and prefill, optional
+    ax : matplotlib Axes, or an array of one for each stage (encode, decode, …), optional
         Where to draw; by default a new figure with a panel for each that was measured.
 
     Returns
