@@ -15,9 +15,11 @@ from polarquant_nb.cache_state import CacheState, Settings
 from polarquant_nb.calibration import LayerCalibration
 from polarquant_nb.codebooks import Codebooks
 from polarquant_nb.formats import FormatPair, PolarFormat, integer
+from polarquant_nb.gpu_arrays import gpu_of, on_gpu
+from polarquant_nb.memory import open_tokens
 from polarquant_nb.online import OnlinePreconditioner
 from polarquant_nb.preconditioning import Preconditioner
-from polarquant_nb.queries import open_logits, open_mask, open_queries, result
+from polarquant_nb.queries import check_last, open_logits, open_mask, open_queries, result
 from polarquant_nb.storable import check_storable
 from polarquant_nb.tracing import Token, traced_by, untraced_methods
 
@@ -223,11 +225,16 @@ class KVCache:
             If shapes do not fit, queries are wanted and not given, or (with ``nan="raise"``) a
             vector cannot be stored.
         """
-        (keys, kind), (values, value_kind) = open_elements(k, "k"), open_elements(v, "v")
-        self._check_shapes(keys.shape, values.shape)
+        (keys, kind), (values, value_kind) = open_tokens(k, "k"), open_tokens(v, "v")
+        self._check_shapes(tuple(keys.shape), tuple(values.shape))
         state = self._state
         expected, whose = (state.kind, "the cache") if state else (kind, "k")
         for name, given in (("k", kind), ("v", value_kind)):
+            if given.device != expected.device:
+                raise ValueError(
+                    f"{name} is on {given.place}; {whose} {'holds' if state else 'is on'} "
+                    f"{expected.place}: move it there"
+                )
             if given != expected:
                 raise TypeError(
                     f"{name} is {given.family} {given.dtype}; it must be {expected.family} "
@@ -236,7 +243,11 @@ class KVCache:
         batch, num_kv_heads, n, _ = keys.shape
         paddings = [0] * batch if padding is None else _open_padding(padding, batch, n)
         state = state or CacheState.empty(self._settings, kind, batch, num_kv_heads)
-        if self._settings.nan == "raise":
+        if self._settings.nan == "raise" and kind.device is not None:
+            from polarquant_nb import gpu_cache
+
+            gpu_cache.check_storable(state, keys, values, paddings)
+        elif self._settings.nan == "raise":
             check_storable(keys, kind, "k", paddings, state.longest_key)
             check_storable(values, kind, "v", paddings)
         wanted = state.fitting is not None and state.fitting.wants_queries
@@ -378,14 +389,14 @@ class KVCache:
         state = self._opened()
         seq_len, head_dim = state.seq_len, self.formats.keys.head_dim
         held = len(state.exact), state.num_kv_heads, seq_len, head_dim
+        if state.kind.device is not None or on_gpu(q):
+            from polarquant_nb import gpu_cache
+
+            logits = open_logits(scale, softcap, head_dim)
+            return gpu_cache.attend(state, q, mask, logits, held, return_lse)
         queries = open_queries(q, held, "the cache")
         logits = open_logits(scale, softcap, head_dim)
-        q_len = queries.shape[2]
-        if q_len > seq_len:
-            raise ValueError(
-                f"q_len is {q_len} and seq_len {seq_len}; queries are those of the last q_len "
-                "tokens of the cache"
-            )
+        check_last(queries.shape[2], seq_len)
         numbers = None if mask is None else open_mask(mask, (*queries.shape, seq_len))
         out, lse = cache_attention.attend(state, queries, logits, numbers)
         return result(queries, out, lse if return_lse else None)
@@ -418,6 +429,34 @@ class KVCache:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _from_plain, (type(self), self._settings, *cache_files.to_plain(self._state))
+
+    def to(self, device: Any) -> KVCache:
+        """The cache on another device.
+
+        Parameters
+        ----------
+        device : str or torch.device
+            ``'cpu'``, or a CUDA device.
+
+        Returns
+        -------
+        KVCache
+            With a copy of the tokens, of which codes are the same bytes; it takes and gives torch
+            tensors there.  This cache itself if it is there already.
+
+        Raises
+        ------
+        ImportError
+            If kernels cannot run there.
+        ValueError
+            If it is another device, or there is a preconditioner and it is not the CPU.
+        """
+        place, state = gpu_of(device), self._state
+        if state is None or state.kind.device == place:
+            return self
+        numbers, arrays = cache_files.to_plain(state)
+        moved = cache_files.from_plain(self._settings, numbers, arrays, place)
+        return _with(type(self), self._settings, moved)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to a file: codes and exact tokens as they are.

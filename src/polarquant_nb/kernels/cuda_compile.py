@@ -14,13 +14,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from polarquant_nb.kernels.cuda_attention import make_attend, make_merge, make_rotate
 from polarquant_nb.kernels.cuda_codec import THREADS, make_decode, make_encode
+from polarquant_nb.kernels.cuda_exact import EXACT_THREADS, make_exact
 from polarquant_nb.kernels.jit import Program
 
 __all__ = ["ARGUMENTS", "KernelSpec", "Resources", "compile_cubin", "compile_ptx", "resources"]
@@ -35,6 +36,7 @@ ARGUMENTS = {
     "rotate": "EFFUFFfiiiiillll",
     "attend": "FUIFUIFIFFFFiiiiifiiilllli",
     "merge": "FFFEFFUFFiiiii",
+    "exact": "EEEIFFEFiiiiffilll",
 }
 
 
@@ -44,14 +46,14 @@ class KernelSpec:
 
     Parameters
     ----------
-    name : {'encode', 'decode', 'rotate', 'attend', 'merge'}
+    name : {'encode', 'decode', 'rotate', 'attend', 'merge', 'exact'}
         Which kernel.
     program : Program
-        Format; of the keys for 'attend'.
+        Format; of the keys for 'attend' and 'exact'.
     element : {'float32', 'float16', 'bfloat16'}
         What vectors outside of pages are; 'attend' sees none.
     values : Program, optional
-        Format of the values, for 'attend'.
+        Format of the values, for 'attend' and 'exact'.
     group : int
         Queries that share a walk, for 'attend' and 'merge'.
     threads : int
@@ -89,6 +91,8 @@ class KernelSpec:
         if self.name == "merge":
             return make_merge(self.program, self.element, self.group, self.threads)
         assert self.values is not None
+        if self.name == "exact":
+            return make_exact(self.program, self.values, self.element, self.threads)
         return make_attend(self.program, self.values, self.group, self.threads)
 
 
@@ -261,14 +265,14 @@ def preset_kernels(
                 for p in (keys, values)
             ),
             KernelSpec("rotate", keys, "bfloat16"),
+            KernelSpec("exact", keys, "bfloat16", values, threads=EXACT_THREADS),
             *(KernelSpec("attend", keys, values=values, group=g) for g in groups),
             *(KernelSpec("merge", values, "bfloat16", group=g) for g in groups),
         ]
         for spec in specs:
-            if spec.name in ("rotate", "merge"):  # do not depend on the bits
-                spec = KernelSpec(
-                    spec.name, program_of(pair.values, bare=True), spec.element, group=spec.group
-                )
+            if spec.name in ("rotate", "merge", "exact"):  # do not depend on the bits
+                bare = program_of(pair.values, bare=True)
+                spec = replace(spec, program=bare, values=spec.values and bare)
             if spec not in seen:
                 seen.add(spec)
                 yield _title(spec, name), spec
@@ -299,7 +303,7 @@ def program_of(fmt: Any, analytic: bool = True, *, bare: bool = False) -> Progra
 
 def _title(spec: KernelSpec, name: str) -> str:
     bits = ",".join(map(str, spec.program.level_bits))
-    if spec.name in ("rotate", "merge"):
+    if spec.name in ("rotate", "merge", "exact"):
         return f"{spec.name}{f', group {spec.group}' if spec.name == 'merge' else ''}"
     if spec.name == "attend":
         return f"attend {name}, group {spec.group}"
