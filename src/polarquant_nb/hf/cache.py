@@ -192,6 +192,33 @@ class PolarCache(DynamicCache):
                 layer.settle()
         return self
 
+    def to(self, device: Any) -> PolarCache:
+        """Move all layers to one device, as a model is moved.
+
+        Parameters
+        ----------
+        device : str or torch.device
+            ``'cpu'``, or a CUDA device.
+
+        Returns
+        -------
+        PolarCache
+            This one.
+
+        Raises
+        ------
+        ImportError, ValueError
+            See :meth:`polarquant_nb.KVCache.to`.
+        """
+        for layer in self.layers:
+            if isinstance(layer, PolarLayer):
+                layer.to(device)
+            elif layer.is_initialized:
+                for name, value in vars(layer).items():
+                    if isinstance(value, torch.Tensor):
+                        setattr(layer, name, value.to(device))
+        return self
+
     def report(self) -> CacheReport:
         """What the cache holds.
 
