@@ -347,6 +347,107 @@ def test_a_token_that_cannot_be_stored_is_refused_when_its_page_is_to_be_made():
     assert cache._state.packed == (128,)
 
 
+# ---- models --------------------------------------------------------------------------------------
+
+
+def generated(cache, model, ids, **options):
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None} | options
+    return model.generate(ids, pad_token_id=0, **given(cache), **options)
+
+
+def given(cache):
+    from polarquant_nb.hf.versions import CACHE_ARGUMENT
+
+    return {CACHE_ARGUMENT: cache}
+
+
+@pytest.fixture
+def model():
+    pytest.importorskip("transformers")
+    from tiny_models import tiny
+
+    sizes = {"head_dim": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = pq.hf.enable(tiny("llama", **sizes))
+    yield model
+    pq.hf.disable(model)
+
+
+def caches(model, run, **options):
+    """Results of a PolarCache on the CPU, and of one on the GPU."""
+    results = []
+    for is_gpu in (False, True):
+        with where(is_gpu):
+            results.append(run(pq.hf.PolarCache(model.config, sink=1, recent=2, **options)))
+    return results
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.filterwarnings("ignore:keys and values of a PolarCache")
+def test_generate_gives_the_tokens_that_the_cpu_gives(model, enabled):
+    """On the codes, and on what is decoded of them; a page is made on the way."""
+    if not enabled:
+        pq.hf.disable(model)
+    ids = torch.randint(3, 90, (1, 129), generator=torch.Generator().manual_seed(1))
+
+    def run(cache):
+        tokens = generated(cache, model, ids)
+        layer = cache.polar_layers[1]
+        assert layer.cache._state.packed == (128,)
+        assert (layer.cache._state.kind.device is None) == (not gpu_arrays._is_cuda(ids))
+        return tokens, cache.nbytes, cache.report().coded
+
+    expected, found = caches(model, run)
+    assert torch.equal(expected[0], found[0])
+    assert expected[1:] == found[1:]
+
+
+def test_generate_with_padding_and_beams(model):
+    ids = torch.randint(3, 90, (2, 134), generator=torch.Generator().manual_seed(2))
+    shown = torch.ones_like(ids)
+    shown[0, :7] = 0
+    options = {"attention_mask": shown, "num_beams": 2, "max_new_tokens": 3}
+    expected, found = caches(model, lambda cache: generated(cache, model, ids, **options))
+    assert torch.equal(expected, found)
+
+
+def test_chunks_of_a_prompt_attend_to_each_other_exactly(model):
+    """A padded row; then cropped, moved, and handles of what is held."""
+    ids = torch.randint(3, 90, (2, 150), generator=torch.Generator().manual_seed(3))
+    shown = torch.ones_like(ids)
+    shown[1, :5] = 0
+
+    def run(cache):
+        with torch.no_grad():
+            for first, last in ((0, 135), (135, 149)):
+                model(ids[:, first:last], attention_mask=shown[:, :last], **given(cache))
+            cache.crop(-2)
+            cache.to("cpu")
+            last = model(ids[:, 147:149], attention_mask=shown[:, :149], **given(cache))
+        keys = cache.layers[0].keys
+        assert keys.device == ids.device
+        return last.logits, keys + 0, cache.layers[1].values + 0
+
+    for expected, found in zip(*caches(model, run), strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_a_compiled_step_is_an_operator(model):
+    """Of caches on a GPU as of others; only that the simulator runs it."""
+    cache, twin = (pq.KVCache("balanced", head_dim=16, sink=1, recent=2) for _ in range(2))
+    cache.append(*torch.ones(2, 1, 1, 3, 16))
+    twin.append(*torch.ones(2, 1, 1, 3, 16))
+
+    def step(cache, q, k, v):
+        cache.append(k, v)
+        return cache.attend(q)
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        q, k, v = torch.randn(3, 1, 1, 1, 16)
+        assert torch.equal(compiled(cache, q, k, v), step(twin, q, k, v))
+    assert cache._state.kind.device is not None
+
+
 # ---- arguments -----------------------------------------------------------------------------------
 
 

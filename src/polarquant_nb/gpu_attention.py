@@ -22,11 +22,11 @@ from polarquant_nb.layout import PAGE
 if TYPE_CHECKING:
     from polarquant_nb.queries import Logits
 
-__all__ = ["attend_rows"]
+__all__ = ["FEW_QUERIES", "attend_rows"]
 
 Tensor = Any
 
-_FUSED_QUERIES = 64
+FEW_QUERIES = 64
 """With more queries to a kv head, decoding pages and multiplying matrices is faster."""
 
 _BLOCKS_PER_PROCESSOR = 4
@@ -74,7 +74,7 @@ def attend_rows(
         out = q.new_zeros((*q.shape[:-1], values.format.head_dim), dtype=dtype)
         return out, q.new_full(q.shape[:-1], -float("inf"), dtype=_torch(q).float32)
     per_row = batch * heads * q_len // rows
-    if per_row > _FUSED_QUERIES:
+    if per_row > FEW_QUERIES:
         out, lse = _by_page_groups(q, keys, values, logits, mask, causal, longest)
         return out.to(dtype), lse
     key = id(values), per_row, q.dtype, dtype, longest

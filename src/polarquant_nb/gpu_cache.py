@@ -14,7 +14,7 @@ from polarquant_nb.arrays import ArrayKind
 from polarquant_nb.cache_state import CacheState, runs
 from polarquant_nb.gpu import open_mask
 from polarquant_nb.gpu_arrays import as_tensor, give_back, on_gpu, same_device
-from polarquant_nb.gpu_attention import attend_rows
+from polarquant_nb.gpu_attention import FEW_QUERIES, attend_rows
 from polarquant_nb.gpu_codec import copied_integers
 from polarquant_nb.gpu_exact import add_exact, attend_exact, merge
 from polarquant_nb.layout import PAGE
@@ -109,7 +109,10 @@ def attend(
     check_query_shape(tuple(q.shape), held, "the cache")
     check_last(q.shape[2], state.seq_len)
     numbers = None if mask is None else open_mask(mask, q, state.seq_len)
-    if numbers is None and q.shape[2] == 1 and q.numel():
+    if not q.numel():
+        out = q.new_zeros((*q.shape[:-1], state.values.exact.shape[3]))
+        lse = q.new_zeros(q.shape[:-1]).float()
+    elif numbers is None and q.shape[2] == 1 and q.shape[1] <= state.num_kv_heads * FEW_QUERIES:
         out, lse = _attend_last(state, q, logits)
     else:
         wide = q.float() if q.element_size() == 8 else q

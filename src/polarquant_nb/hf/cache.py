@@ -213,8 +213,8 @@ class PolarCache(DynamicCache):
         for layer in self.layers:
             if isinstance(layer, PolarLayer):
                 layer.to(device)
-            elif layer.is_initialized:
-                for name, value in vars(layer).items():
+            else:
+                for name, value in list(vars(layer).items()):
                     if isinstance(value, torch.Tensor):
                         setattr(layer, name, value.to(device))
         return self

@@ -15,6 +15,8 @@ from weakref import ref
 
 import torch
 
+from polarquant_nb.gpu_arrays import on_gpu
+
 __all__ = ["Columns", "leading_padding", "token_mask"]
 
 Tensor = torch.Tensor
@@ -236,7 +238,7 @@ def leading_padding(mask: Tensor, length: int, batch: int) -> tuple[int, ...]:
         If the mask does not have this shape.
     """
     shown = _shown(mask, length)
-    if mask.shape[2] == 1 and not mask.is_cpu:  # no step of one token waits for a GPU
+    if mask.shape[2] == 1 and on_gpu(mask):  # no step of one token waits for a GPU
         return (0,) * batch
     hidden = ~shown[..., length - mask.shape[2] :].any(1).expand(batch, -1)
     return tuple(hidden.long().cumprod(1).sum(1).tolist())

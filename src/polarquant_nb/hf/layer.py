@@ -12,6 +12,7 @@ from polarquant_nb.arrays import open_integers
 from polarquant_nb.budgets import preset
 from polarquant_nb.cache import KVCache
 from polarquant_nb.formats import FormatPair
+from polarquant_nb.gpu_arrays import on_gpu
 from polarquant_nb.hf.chunks import attend_chunk
 from polarquant_nb.hf.columns import Columns, leading_padding, token_mask
 from polarquant_nb.hf.handle import Counts, Handle, HandlePair
@@ -212,7 +213,7 @@ class PolarLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._waiting = None
         cache.append(k, v, padding, q=q if wants_queries else None)
         self._cache, self._columns = cache, self._columns.appended(k.shape[2], padding)
-        if k.shape[2] >= _MANY and k.is_cpu:
+        if k.shape[2] >= _MANY and not on_gpu(k):
             give_back_at_times()
 
     def attend(
