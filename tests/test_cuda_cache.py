@@ -22,7 +22,7 @@ if not config.ENABLE_CUDASIM:
 pytestmark = pytest.mark.cudasim
 
 import cuda_simulator  # noqa: E402
-from simulated_gpu import gpu_tensors  # noqa: E402, F401
+from simulated_gpu import gpu_tensors, looked  # noqa: E402, F401
 
 from polarquant_nb import gpu_arrays  # noqa: E402
 
@@ -259,6 +259,24 @@ def test_the_order_of_threads_does_not_matter(threads, monkeypatch):
     assert torch.equal(cache.attend(q), first)
 
 
+def test_a_step_of_no_rows_or_queries_launches_nothing():
+    cache = pq.KVCache("balanced", head_dim=16)
+    cache.append(*torch.ones(2, 1, 1, 3, 16))
+    out, lse = cache.attend(torch.ones(1, 2, 0, 16), return_lse=True)
+    assert out.shape == (1, 2, 0, 16)
+    assert lse.shape == (1, 2, 0)
+    cache.append(*torch.ones(2, 1, 1, 0, 16))
+    assert cache.seq_len == 3
+
+
+def test_the_check_for_gpus_finds_caches_equal(capsys):
+    """``benchmarks/gpu_check.py``, whose times need a GPU."""
+    import gpu_check
+
+    gpu_check.check_cache("cpu", head_dim=16, tokens=140)
+    assert "KVCache: bytes equal" in capsys.readouterr().out
+
+
 # ---- moving --------------------------------------------------------------------------------------
 
 
@@ -399,6 +417,23 @@ def test_generate_gives_the_tokens_that_the_cpu_gives(model, enabled):
     expected, found = caches(model, run)
     assert torch.equal(expected[0], found[0])
     assert expected[1:] == found[1:]
+
+
+def test_a_step_of_a_layer_does_not_wait(model, looked):  # noqa: F811
+    """One token without a mask; with one, once for the mask, which every layer is given."""
+    cache = pq.hf.PolarCache(model.config, sink=1, recent=2)
+    k, v, q = torch.randn(3, 1, 1, 30, 16)[:, None]
+    for layer in cache.polar_layers.values():
+        layer.update(k, v)
+        layer.settle()
+    looked.clear()
+    mask = torch.ones(1, 1, 1, 32, dtype=torch.bool)
+    for shown, waits in ((None, []), (mask, ["tolist"])):
+        for layer in cache.polar_layers.values():
+            keys, _ = layer.update(k[:, :, :1], v[:, :, :1])
+            assert layer.attend(q[:, :, :1], shown, None, None, None) is not None
+            assert keys.shape[2] == layer.get_seq_length()
+        assert looked == waits
 
 
 def test_generate_with_padding_and_beams(model):

@@ -36,9 +36,9 @@ class KVCache:
     decoded and encoded again; codes do not depend on how the tokens were cut into appends.
 
     Rows may be of different lengths (see ``padding`` of :meth:`append`); each holds and returns
-    what it would alone.  The first append decides on batch, number of kv heads, dtype and array
-    type.  Memory grows by pages.  Pages never change, and rows that were selected twice and copies
-    of a cache share them.
+    what it would alone.  The first append decides on batch, number of kv heads, dtype, array type
+    and device; on an NVIDIA GPU everything stays there.  Memory grows by pages.  Pages never change,
+    and rows that were selected twice and copies of a cache share them.
 
     One cache must not be changed by one thread while another uses it.  Whatever raises leaves the
     cache as it was.  To torch.compile, :meth:`append` and :meth:`attend` are operators; everything
@@ -205,7 +205,7 @@ class KVCache:
 
         Parameters
         ----------
-        k : ndarray or torch.Tensor (CPU), shape ``(batch, num_kv_heads, n, head_dim)``
+        k : ndarray or torch.Tensor, shape ``(batch, num_kv_heads, n, head_dim)``
             Keys after the positional encoding, of any number of tokens: float16, bfloat16, float32
             or float64, of any strides.
         v : of the same type, shape ``(batch, num_kv_heads, n, value_head_dim)``
@@ -220,10 +220,13 @@ class KVCache:
         Raises
         ------
         TypeError
-            If ``k``, ``v`` or ``q`` is no float array on the CPU, or of another type than before.
+            If ``k``, ``v`` or ``q`` is no float array on the CPU or an NVIDIA GPU, or of another
+            type than before.
         ValueError
-            If shapes do not fit, queries are wanted and not given, or (with ``nan="raise"``) a
-            vector cannot be stored.
+            If shapes do not fit, arrays are on another device than before, queries are wanted and
+            not given, or (with ``nan="raise"``) a vector cannot be stored.  On a GPU one that came
+            with fewer than 128 tokens is found when a page is made: the append that makes it
+            raises.
         """
         (keys, kind), (values, value_kind) = open_tokens(k, "k"), open_tokens(v, "v")
         self._check_shapes(tuple(keys.shape), tuple(values.shape))
@@ -357,7 +360,7 @@ class KVCache:
 
         Parameters
         ----------
-        q : ndarray or torch.Tensor (CPU), shape ``(batch, num_heads, q_len, head_dim)``
+        q : ndarray or torch.Tensor, shape ``(batch, num_heads, q_len, head_dim)``
             Queries of the last ``q_len`` tokens of the cache, after the positional encoding.
             Consecutive runs of ``num_heads / num_kv_heads`` heads share a kv head.
         mask : array_like of bool or float, optional
@@ -383,7 +386,7 @@ class KVCache:
         TypeError
             If ``q`` or ``mask`` is no array of a supported dtype.
         ValueError
-            If shapes do not fit, there are fewer tokens than queries, or scale or softcap is not a
+            If shapes do not fit, arrays are elsewhere than the cache, there are fewer tokens than queries, or scale or softcap is not a
             finite positive number.
         """
         state = self._opened()
