@@ -37,8 +37,8 @@ class KVCache:
 
     Rows may be of different lengths (see ``padding`` of :meth:`append`); each holds and returns
     what it would alone.  The first append decides on batch, number of kv heads, dtype, array type
-    and device; on an NVIDIA GPU everything stays there.  Memory grows by pages.  Pages never change,
-    and rows that were selected twice and copies of a cache share them.
+    and device; on an NVIDIA GPU everything stays there.  Memory grows by pages.  Pages never
+    change, and rows that were selected twice and copies of a cache share them.
 
     One cache must not be changed by one thread while another uses it.  Whatever raises leaves the
     cache as it was.  To torch.compile, :meth:`append` and :meth:`attend` are operators; everything
@@ -386,8 +386,8 @@ class KVCache:
         TypeError
             If ``q`` or ``mask`` is no array of a supported dtype.
         ValueError
-            If shapes do not fit, arrays are elsewhere than the cache, there are fewer tokens than queries, or scale or softcap is not a
-            finite positive number.
+            If shapes do not fit, arrays are elsewhere than the cache, there are fewer tokens than
+            queries, or scale or softcap is not a finite positive number.
         """
         state = self._opened()
         seq_len, head_dim = state.seq_len, self.formats.keys.head_dim
