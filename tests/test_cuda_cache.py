@@ -159,6 +159,7 @@ def test_bytes_are_those_of_the_cpu():
         assert cpu.exact.nbytes == gpu.exact.nbytes
         assert cpu.table.blocks_nbytes == gpu.table.blocks_nbytes
     assert twins.cpu.nbytes == twins.gpu.nbytes
+    assert twins.cpu._repr_html_() == twins.gpu._repr_html_()
 
 
 def test_reset_forgets_where_it_was():
@@ -422,7 +423,8 @@ def test_generate_gives_the_tokens_that_the_cpu_gives(model, enabled):
 def test_a_step_of_a_layer_does_not_wait(model, looked):  # noqa: F811
     """One token without a mask; with one, once for the mask, which every layer is given."""
     cache = pq.hf.PolarCache(model.config, sink=1, recent=2)
-    k, v, q = torch.randn(3, 1, 1, 30, 16)[:, None]
+    k, v = torch.randn(2, 1, 1, 30, 16)
+    q = torch.randn(1, 2, 1, 16)
     for layer in cache.polar_layers.values():
         layer.update(k, v)
         layer.settle()
@@ -431,7 +433,7 @@ def test_a_step_of_a_layer_does_not_wait(model, looked):  # noqa: F811
     for shown, waits in ((None, []), (mask, ["tolist"])):
         for layer in cache.polar_layers.values():
             keys, _ = layer.update(k[:, :, :1], v[:, :, :1])
-            assert layer.attend(q[:, :, :1], shown, None, None, None) is not None
+            assert layer.attend(q, shown, None, None, None) is not None
             assert keys.shape[2] == layer.get_seq_length()
         assert looked == waits
 

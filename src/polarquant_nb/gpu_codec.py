@@ -235,7 +235,6 @@ def copied(array: npt.NDArray[Any], device: torch.device) -> Tensor:
         return torch.from_numpy(np.array(array)).to(device, non_blocking=True)
 
 
-@lru_cache(maxsize=256)
 def copied_integers(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     """A few integers on a device, copied there when they were not used of late.
 
@@ -249,8 +248,14 @@ def copied_integers(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     Returns
     -------
     torch.Tensor of int64, shape ``(len(numbers),)``
-        Not to be written to.
+        Not to be written to, and for the current stream only.
     """
+    return _copied_integers(numbers, device, launcher(device).stream())
+
+
+@lru_cache(maxsize=256)
+def _copied_integers(numbers: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
+    # another stream may run before the copy is made
     return copied(np.array(numbers, np.int64), device)
 
 

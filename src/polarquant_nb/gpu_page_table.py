@@ -48,7 +48,12 @@ class DeviceTable(PageTable):
 
     def encode(self, rows: slice, first: int, x: Tensor, kind: ArrayKind) -> list[list[Tensor]]:
         """New blocks of whole pages; see :meth:`PageTable.encode`."""
-        blocks = [[self._empty() for _ in range(x.shape[2] // PAGE)] for _ in x]
+        import torch
+
+        shape, options = self._block_shape, {"dtype": torch.int32, "device": self.device}
+        blocks: Any
+        with torch.inference_mode(False):  # as caches go on outside of it
+            blocks = [[torch.empty(shape, **options) for _ in range(x.shape[2] // PAGE)] for _ in x]
         words, starts = self._found(self._addresses(blocks), blocks)
         encode_rows(x, self.format, self.codebooks, words, starts.reshape(-1))
         return blocks
@@ -100,12 +105,6 @@ class DeviceTable(PageTable):
 
     def _block(self, words: npt.NDArray[np.uint32]) -> Tensor:
         return copied(words.view(np.int32), self.device)
-
-    def _empty(self) -> Tensor:
-        import torch
-
-        with torch.inference_mode(False):
-            return torch.empty(self._block_shape, dtype=torch.int32, device=self.device)
 
     def _found(
         self, addresses: npt.NDArray[np.int64], blocks: Sequence[Sequence[Tensor]]
