@@ -73,8 +73,11 @@ class KernelSpec:
 
         ptxas finds by itself what most kernels need.  Encoders that make offsets it squeezes too
         much, and spills, unless it is told that four blocks are enough: 128 registers a thread.
-        Columns of many coordinates and codes of 6 bits take more.
+        Columns of many coordinates and codes of 6 bits take more.  Of the 256 threads for exact
+        tokens, two blocks are as many registers.
         """
+        if self.name == "exact":
+            return self.threads, 2
         if self.name != "encode" or self.program.offset is None:
             return (self.threads,)
         roomy = self.program.head_dim > 128 or max(self.program.level_bits) > 5
