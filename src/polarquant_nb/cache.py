@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -233,16 +233,8 @@ class KVCache:
         state = self._state
         expected, whose = (state.kind, "the cache") if state else (kind, "k")
         for name, given in (("k", kind), ("v", value_kind)):
-            if given.device != expected.device:
-                raise ValueError(
-                    f"{name} is on {given.place}; {whose} {'holds' if state else 'is on'} "
-                    f"{expected.place}: move it there"
-                )
             if given != expected:
-                raise TypeError(
-                    f"{name} is {given.family} {given.dtype}; it must be {expected.family} "
-                    f"{expected.dtype}, as {whose} is"
-                )
+                _refuse(name, given, expected, whose)
         batch, num_kv_heads, n, _ = keys.shape
         paddings = [0] * batch if padding is None else _open_padding(padding, batch, n)
         state = state or CacheState.empty(self._settings, kind, batch, num_kv_heads)
@@ -561,6 +553,19 @@ def _with(cls: type[KVCache], settings: Settings, state: CacheState | None) -> K
 
 def _from_plain(cls: type[KVCache], settings: Settings, numbers: Any, arrays: Any) -> KVCache:
     return _with(cls, settings, cache_files.from_plain(settings, numbers, arrays))
+
+
+def _refuse(name: str, given: ArrayKind, expected: ArrayKind, whose: str) -> NoReturn:
+    """Say in what an array differs from those before it."""
+    if given.device != expected.device:
+        holds = "is on" if whose == "k" else "holds"
+        raise ValueError(
+            f"{name} is on {given.place}; {whose} {holds} {expected.place}: move it there"
+        )
+    raise TypeError(
+        f"{name} is {given.family} {given.dtype}; it must be {expected.family} {expected.dtype}, "
+        f"as {whose} is"
+    )
 
 
 def _open_padding(padding: Any, batch: int, n: int) -> list[int]:

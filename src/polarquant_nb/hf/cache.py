@@ -31,7 +31,8 @@ class PolarCache(DynamicCache):
 
     Give it to ``generate`` or to a model in place of a ``transformers.DynamicCache``.  After
     :func:`polarquant_nb.hf.enable`, attention runs on the codes; otherwise they are decoded for
-    every token.  The first prefill attends to exact keys and values.
+    every token.  The first prefill attends to exact keys and values.  What a layer holds is on the
+    device of that layer of the model, the CPU or an NVIDIA GPU.
 
     Parameters
     ----------
