@@ -3,10 +3,11 @@
     python benchmarks/gpu_check.py [--quick]
 
 Needs torch with CUDA and ``polarquant-nb[cuda13]`` (or [cuda12]).  Equality comes first, and a
-failure ends the run: codes bit for bit, decoded vectors and attention within a tolerance, a
-captured graph like an eager call.  Then times by CUDA events, medians; bandwidths are also given as
-a share of what copying a tensor reaches in the same run.  With NUMBA_ENABLE_CUDASIM=1 the checks
-run on tiny shapes in Numba's simulator, without times: that tests this script.
+failure ends the run: codes bit for bit, decoded vectors and attention within a tolerance, a KVCache
+that holds and answers what the CPU's does, a captured graph like an eager call.  Then times by CUDA
+events, medians; bandwidths are also given as a share of what copying a tensor reaches in the same
+run.  With NUMBA_ENABLE_CUDASIM=1 codes and attention are checked on tiny shapes in Numba's
+simulator, without times: that tests this script.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import polarquant_nb as pq
 from polarquant_nb import gpu
 from polarquant_nb.bench_contenders import folded_sdpa
 from polarquant_nb.bench_gpu import copy_bandwidth, median_seconds
+from polarquant_nb.cache_files import to_plain
 from polarquant_nb.gpu_status import unusable
 from polarquant_nb.kernels.cuda_lanes import SIMULATED
 
@@ -46,6 +48,7 @@ def main() -> None:
     print(f"{properties.name}, {properties.multi_processor_count} multiprocessors, torch "
           f"{torch.__version__}")  # fmt: skip
     check_all("cuda", head_dim=128, tokens=1000, presets=pq.presets())
+    check_cache("cuda", head_dim=128, tokens=1000)
     check_graph()
     print(f"checks passed after {time.perf_counter() - start:.0f} s\n")
     copied = copy_bandwidth()
@@ -53,6 +56,7 @@ def main() -> None:
     time_codec(copied)
     lengths = (8192,) if options.quick else (8192, 32768, 131072)
     time_attention(copied, lengths, (1,) if options.quick else (1, 8))
+    time_cache(lengths)
     print(f"\n{time.perf_counter() - start:.0f} s in all")
 
 
@@ -94,6 +98,38 @@ def close(found: Tensor, expected: np.ndarray, tolerance: float, what: str) -> N
     error = np.abs(found.float().cpu().numpy() - expected).max() / np.abs(expected).max()
     if not error <= tolerance:
         raise SystemExit(f"{what}: relative error {error:.2g}, more than {tolerance:.2g}")
+
+
+def check_cache(device: str, head_dim: int, tokens: int) -> None:
+    """Bytes and answers of a KVCache that grows by a prompt, tokens and pages, and is cropped."""
+    rng = np.random.default_rng(2)
+    for dtype, tolerance in TOLERANCES.items():
+        caches = [pq.KVCache("balanced", head_dim=head_dim, recent=8) for _ in range(2)]
+        name = str(dtype).removeprefix("torch.")
+
+        def numbers(heads: int, n: int, name: str = name) -> tuple[np.ndarray, Tensor]:
+            x = rng.standard_normal((2, heads, n, head_dim), dtype=np.float32).astype(name)
+            return x, torch.from_numpy(x).to(device)
+
+        def append(n: int, padding: list[int] | None = None, caches: list = caches) -> None:
+            for cache, k, v in zip(caches, numbers(2, n), numbers(2, n), strict=True):
+                cache.append(k, v, padding)
+
+        append(tokens, [0, 7])
+        for cache in caches:
+            cache.crop(tokens - 30)
+        for n in (60, 1, 1, 1):
+            append(n)
+        plain = [to_plain(cache._state)[1] for cache in caches]
+        for part, expected in plain[0].items():
+            if not np.array_equal(plain[1][part], expected):
+                raise SystemExit(f"{part} of a KVCache of {name} differ from the CPU's")
+        for group, q_len in ((1, 1), (4, 1), (8, 1), (4, 5), (2, 40)):
+            q, on_device = numbers(2 * group, q_len)
+            expected, found = caches[0].attend(q.astype(np.float32)), caches[1].attend(on_device)
+            what = f"KVCache.attend, {name}, group {group}, {q_len} queries"
+            close(found, expected, tolerance, what)
+    print("KVCache: bytes equal, attention close to the CPU's")
 
 
 def check_graph() -> None:
@@ -154,6 +190,35 @@ def time_attention(copied: float, lengths: tuple[int, ...], batches: tuple[int, 
                 print(f"| {batch} | {heads} | {tokens} | {exact * 1e6:.0f} | {taken * 1e6:.0f} | "
                       f"{exact / taken:.2f} | {rate / 1e9:.0f} | {rate / copied:.0%} |",
                       flush=True)  # fmt: skip
+
+
+def time_cache(lengths: tuple[int, ...]) -> None:
+    """A step of decoding, 8 kv and 32 query heads: append a token, attend.
+
+    Against tensors of float16 that are concatenated, and torch's attention.
+    """
+    print("\n| tokens | cat and torch float16, µs | KVCache, µs | times as fast | MB of float16 | "
+          "MB of KVCache |\n|---|---|---|---|---|---|")  # fmt: skip
+    for tokens in lengths:
+        exact = [torch.randn(1, 8, tokens, 128, device="cuda", dtype=torch.float16)
+                 for _ in range(2)]  # fmt: skip
+        cache = pq.KVCache("balanced", head_dim=128)
+        cache.append(*exact)
+        held, nbytes = sum(x.nbytes for x in exact), cache.nbytes
+        token = torch.randn(1, 8, 1, 128, device="cuda", dtype=torch.float16)
+        q = torch.randn(1, 32, 1, 128, device="cuda", dtype=torch.float16)
+
+        def exact_step(exact: list[Tensor] = exact, token: Tensor = token, q: Tensor = q) -> Tensor:
+            exact[:] = (torch.cat([x, token], 2) for x in exact)
+            return folded_sdpa(q, *exact)
+
+        def step(cache: pq.KVCache = cache, token: Tensor = token, q: Tensor = q) -> Tensor:
+            cache.append(token, token)
+            return cache.attend(q)
+
+        before, after = median_seconds(exact_step), median_seconds(step)
+        print(f"| {tokens} | {before * 1e6:.0f} | {after * 1e6:.0f} | {before / after:.2f} | "
+              f"{held / 1e6:.0f} | {nbytes / 1e6:.0f} |", flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":

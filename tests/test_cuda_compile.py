@@ -15,6 +15,7 @@ from polarquant_nb.kernels.cuda_attention import query_group
 from polarquant_nb.kernels.cuda_attention_stages import RunLayout
 from polarquant_nb.kernels.cuda_codec import SHARED_BYTES
 from polarquant_nb.kernels.cuda_compile import KernelSpec, compile_ptx, program_of
+from polarquant_nb.kernels.cuda_exact import EXACT_THREADS, MANY
 
 pytestmark = pytest.mark.skipif(
     bool(config.ENABLE_CUDASIM) or cuda_compile.find_ptxas() is None,
@@ -66,6 +67,22 @@ def test_kernels_of_presets_fit_registers(title, capability):
         check_pages_are_read_once(spec, ptx)
 
 
+@pytest.mark.parametrize("capability", IN_CI, ids=str)
+@pytest.mark.parametrize("element", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("head_dim", "value_head_dim"), [(16, 16), (64, 48), (128, 128), (576, 512)]
+)
+def test_exact_tokens_are_loaded_many_at_a_time(head_dim, value_head_dim, element, capability):
+    """Of keys as many as fit 32 registers, side by side in the code; half as many of values."""
+    keys, values = (
+        program_of(pq.PolarFormat(d, (1,)), bare=True) for d in (head_dim, value_head_dim)
+    )
+    spec = KernelSpec("exact", keys, element, values, threads=EXACT_THREADS)
+    ptx = check(spec, capability)
+    kind = ".f32" if element == "float32" else (".u16", ".b16")
+    assert sum(load.endswith(kind) for load in global_loads(ptx)) >= MANY // 2 + MANY // 4
+
+
 def check_pages_are_read_once(spec, ptx):
     """Threads take tokens side by side, 32 bits each: every row is one coalesced load.
 
@@ -115,6 +132,13 @@ def test_any_format_compiles(fmt):
         KernelSpec("rotate", program_of(fmt, bare=True), "float16"),
         KernelSpec("attend", program, values=program, group=group),
         KernelSpec("merge", program_of(fmt, bare=True), "float16", group=group),
+        KernelSpec(
+            "exact",
+            program_of(fmt, bare=True),
+            "float16",
+            program_of(fmt, bare=True),
+            threads=EXACT_THREADS,
+        ),
     ):
         check(spec, (9, 0), 255)
 

@@ -18,6 +18,8 @@ pytest.importorskip("numba_cuda")
 if config.ENABLE_CUDASIM:
     pytest.skip("the simulator launches in another way", allow_module_level=True)
 
+from simulated_gpu import gpu_tensors, looked  # noqa: E402, F401
+
 from polarquant_nb import gpu, gpu_attention, gpu_codec, gpu_preconditioning  # noqa: E402
 from polarquant_nb.arrays import ArrayKind  # noqa: E402
 from polarquant_nb.gpu_preconditioning import subtract_bias  # noqa: E402
@@ -215,18 +217,9 @@ def test_tables_are_moved_to_a_device_once(driver, monkeypatch):
 
 
 @pytest.mark.parametrize("preconditioner", [None, scales_and_bias(2, 64)], ids=["none", "both"])
-def test_encoding_does_not_wait_unless_it_is_to_raise(driver, monkeypatch, preconditioner):
+def test_encoding_does_not_wait_unless_it_is_to_raise(driver, looked, preconditioner):  # noqa: F811
     """A tensor's numbers are looked at on the CPU with nan='raise' only."""
     x = torch.zeros(1, 2, 9, 64)
-    looked = []
-    for name in ("__int__", "__bool__", "item", "tolist", "cpu"):
-        original = getattr(torch.Tensor, name)
-
-        def spy(tensor, *args, name=name, original=original):
-            looked.append(name)
-            return original(tensor, *args)
-
-        monkeypatch.setattr(torch.Tensor, name, spy)
     fmt = pq.PolarFormat(64, (4,))
     pages = gpu.encode_tensor(x, fmt, None, "propagate", preconditioner=preconditioner)
     for queries in (1, 70):
@@ -277,6 +270,82 @@ def test_python_takes_30_microseconds_a_call(driver, parts):
         medians.append(statistics.median(times) / 1000)
     print(f"{min(medians):.1f} µs")
     assert min(medians) <= 30
+
+
+STEP = {"recent": 64, "sink": 4}
+
+
+def filled_cache(n, heads=8):
+    """A cache of float16 on a GPU."""
+    cache = pq.KVCache("balanced", head_dim=128, **STEP)
+    cache.append(*torch.zeros(2, 1, heads, n, 128, dtype=torch.float16))
+    return cache
+
+
+def test_a_decode_step_is_four_launches_and_no_wait(driver, gpu_tensors, looked):  # noqa: F811
+    """Rotate, attend, merge, and the exact tokens; until the next page is made."""
+    cache = filled_cache(4 + 64 + 256)
+    q, token = torch.zeros(1, 32, 1, 128).half(), torch.zeros(1, 8, 1, 128).half()
+    cache.attend(q)
+    launched = len(driver.calls)
+    looked.clear()
+    for _ in range(127):
+        cache.append(token, token)
+        cache.attend(q)
+    assert not looked
+    names = [call[0] for call in driver.calls[launched:]]
+    assert names == ["rotate", "attend", "merge", "exact"] * 127
+    cache.append(token, token)
+    assert len(looked) == 1
+    assert [call[0] for call in driver.calls[-2:]] == ["encode", "encode"]
+    cache.attend(q)
+    assert len(looked) == 1
+
+
+def test_the_kernel_for_exact_tokens_is_given_the_buffers(driver, gpu_tensors):  # noqa: F811
+    cache = filled_cache(300)
+    q = torch.zeros(1, 1, 32, 128).half().transpose(1, 2)
+    out, lse = cache.attend(q, scale=0.5, softcap=3.0, return_lse=True)
+    letters = ARGUMENTS["exact"]
+    numbers = driver.arguments(-1, letters)
+    state = cache._state
+    assert driver.calls[-1][1:3] == ((32, 1, 1), (256, 1, 1))
+    assert numbers[:3] == [t.data_ptr() for t in (q, state.keys.exact, state.values.exact)]
+    assert numbers[6:8] == [out.data_ptr(), lse.data_ptr()]
+    assert numbers[4:6] == driver.arguments(-2, ARGUMENTS["merge"])[3:5]
+    assert numbers[8:12] == [300 - 128, 176, 4, 32]
+    np.testing.assert_allclose(numbers[12:14], np.array([0.5, 3.0]) / np.log(2), rtol=1e-6)
+    assert numbers[14:] == [1, 32 * 128, 128, 1]
+
+
+def test_pages_are_found_from_the_lowest_one(driver, gpu_tensors):  # noqa: F811
+    """A base that is a block's address, and distances from it in words."""
+    cache = filled_cache(4 + 64 + 3 * 128)
+    cache.attend(torch.zeros(1, 8, 1, 128).half())
+    _, base, _, _, *_ = driver.arguments(-3, ARGUMENTS["attend"])
+    table = cache._state.keys.table
+    places = [block.data_ptr() for block in table.blocks[0]]
+    assert base == min(places)
+    words = table.format.layout.num_words
+    for head in (0, 7):
+        expected = [(place - base) // 4 + head * words for place in places]
+        assert table.rows.starts[head].tolist() == expected
+
+
+def test_python_of_a_decode_step(driver, gpu_tensors):  # noqa: F811
+    """Appending a token and attending: two copies, four launches, and what torch allocates."""
+    q, token = torch.zeros(1, 32, 1, 128).half(), torch.zeros(1, 8, 1, 128).half()
+    medians = []
+    for _ in range(4):
+        cache, times = filled_cache(4 + 64 + 4096), []
+        for _ in range(120):
+            start = time.perf_counter_ns()
+            cache.append(token, token)
+            cache.attend(q)
+            times.append(time.perf_counter_ns() - start)
+        medians.append(statistics.median(times[20:]) / 1000)
+    print(f"{min(medians):.1f} µs")
+    assert min(medians) <= 150
 
 
 def test_decoding_covers_the_pages_that_tokens_touch(driver):

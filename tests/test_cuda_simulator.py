@@ -236,7 +236,7 @@ def test_rows_may_differ_in_length_and_pages_lie_anywhere():
                 starts[row, page] = next(where)
         sides.append((alone, DeviceRows(
             fmt, alone[0].codebooks, torch.from_numpy(words.reshape(-1).view(np.int32)),
-            torch.from_numpy(starts), torch.tensor(lengths),
+            torch.from_numpy(starts), torch.tensor(lengths), min(lengths),
         )))  # fmt: skip
     (k_alone, keys), (v_alone, values) = sides
     q = gaussian(3, 2, 1, 16, seed=96)

@@ -83,7 +83,7 @@ def needs_gpu() -> None:
 NEEDS: dict[str, list[Callable[[], object]]] = {
     "README.md": [needs("transformers")],
     "docs/how-to/calibrate.md": [needs("transformers")],
-    "docs/how-to/cuda.md": [needs_gpu],
+    "docs/how-to/cuda.md": [needs_gpu, needs("transformers", "safetensors")],
     "docs/how-to/custom-decoder.md": [needs("torch", "safetensors"), needs_compiler],
     "docs/how-to/save-and-load.md": [needs("safetensors")],
     "docs/how-to/transformers.md": [needs("transformers")],

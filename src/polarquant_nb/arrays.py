@@ -31,10 +31,31 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 @dataclass(frozen=True)
 class ArrayKind:
-    """What a result should be: ``family`` 'numpy' or 'torch', and the name of its ``dtype``."""
+    """What a result should be.
+
+    Parameters
+    ----------
+    family : str
+        'numpy' or 'torch'; of a GPU, maybe another library.
+    dtype : str
+        Name of its dtype.
+    device : torch.device, optional
+        The GPU that it is on; None for the CPU.
+    """
 
     family: str
     dtype: str
+    device: Any = None
+
+    @property
+    def place(self) -> str:
+        """Where arrays of this kind are, for messages."""
+        return str(self.device or "cpu")
+
+    @property
+    def record(self) -> dict[str, str]:
+        """Family and dtype for files, from which arrays are read on the CPU."""
+        return {"family": "torch" if self.device else self.family, "dtype": self.dtype}
 
 
 @dataclass(frozen=True)

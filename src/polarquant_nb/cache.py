@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -16,9 +16,12 @@ from polarquant_nb.calibration import LayerCalibration
 from polarquant_nb.codebooks import Codebooks
 from polarquant_nb.decode_step import DecodeStep
 from polarquant_nb.formats import FormatPair, PolarFormat, integer
+from polarquant_nb.gpu_arrays import gpu_of, on_gpu
+from polarquant_nb.memory import open_tokens
 from polarquant_nb.online import OnlinePreconditioner
 from polarquant_nb.preconditioning import Preconditioner
 from polarquant_nb.queries import (
+    check_last,
     check_query_shape,
     open_logits,
     open_mask,
@@ -41,9 +44,9 @@ class KVCache:
     decoded and encoded again; codes do not depend on how the tokens were cut into appends.
 
     Rows may be of different lengths (see ``padding`` of :meth:`append`); each holds and returns
-    what it would alone.  The first append decides on batch, number of kv heads, dtype and array
-    type.  Memory grows by pages.  Pages never change, and rows that were selected twice and copies
-    of a cache share them.
+    what it would alone.  The first append decides on batch, number of kv heads, dtype, array type
+    and device; on an NVIDIA GPU everything stays there.  Memory grows by pages.  Pages never
+    change, and rows that were selected twice and copies of a cache share them.
 
     One cache must not be changed by one thread while another uses it.  Whatever raises leaves the
     cache as it was.  To torch.compile, :meth:`append` and :meth:`attend` are operators; everything
@@ -211,7 +214,7 @@ class KVCache:
 
         Parameters
         ----------
-        k : ndarray or torch.Tensor (CPU), shape ``(batch, num_kv_heads, n, head_dim)``
+        k : ndarray or torch.Tensor, shape ``(batch, num_kv_heads, n, head_dim)``
             Keys after the positional encoding, of any number of tokens: float16, bfloat16, float32
             or float64, of any strides.
         v : of the same type, shape ``(batch, num_kv_heads, n, value_head_dim)``
@@ -226,25 +229,29 @@ class KVCache:
         Raises
         ------
         TypeError
-            If ``k``, ``v`` or ``q`` is no float array on the CPU, or of another type than before.
+            If ``k``, ``v`` or ``q`` is no float array on the CPU or an NVIDIA GPU, or of another
+            type than before.
         ValueError
-            If shapes do not fit, queries are wanted and not given, or (with ``nan="raise"``) a
-            vector cannot be stored.
+            If shapes do not fit, arrays are on another device than before, queries are wanted and
+            not given, or (with ``nan="raise"``) a vector cannot be stored.  On a GPU one that came
+            with fewer than 128 tokens is found when a page is made: the append that makes it
+            raises.
         """
-        (keys, kind), (values, value_kind) = open_elements(k, "k"), open_elements(v, "v")
-        self._check_shapes(keys.shape, values.shape)
+        (keys, kind), (values, value_kind) = open_tokens(k, "k"), open_tokens(v, "v")
+        self._check_shapes(tuple(keys.shape), tuple(values.shape))
         state = self._state
         expected, whose = (state.kind, "the cache") if state else (kind, "k")
         for name, given in (("k", kind), ("v", value_kind)):
             if given != expected:
-                raise TypeError(
-                    f"{name} is {given.family} {given.dtype}; it must be {expected.family} "
-                    f"{expected.dtype}, as {whose} is"
-                )
+                _refuse(name, given, expected, whose)
         batch, num_kv_heads, n, _ = keys.shape
         paddings = [0] * batch if padding is None else _open_padding(padding, batch, n)
         state = state or CacheState.empty(self._settings, kind, batch, num_kv_heads)
-        if self._settings.nan == "raise":
+        if self._settings.nan == "raise" and kind.device is not None:
+            from polarquant_nb import gpu_cache
+
+            gpu_cache.check_storable(state, keys, values, paddings)
+        elif self._settings.nan == "raise":
             check_storable(keys, kind, "k", paddings, state.longest_key)
             check_storable(values, kind, "v", paddings)
         wanted = state.fitting is not None and state.fitting.wants_queries
@@ -354,7 +361,7 @@ class KVCache:
 
         Parameters
         ----------
-        q : ndarray or torch.Tensor (CPU), shape ``(batch, num_heads, q_len, head_dim)``
+        q : ndarray or torch.Tensor, shape ``(batch, num_heads, q_len, head_dim)``
             Queries of the last ``q_len`` tokens of the cache, after the positional encoding.
             Consecutive runs of ``num_heads / num_kv_heads`` heads share a kv head.
         mask : array_like of bool or float, optional
@@ -380,20 +387,20 @@ class KVCache:
         TypeError
             If ``q`` or ``mask`` is no array of a supported dtype.
         ValueError
-            If shapes do not fit, there are fewer tokens than queries, or scale or softcap is not a
-            finite positive number.
+            If shapes do not fit, arrays are elsewhere than the cache, there are fewer tokens than
+            queries, or scale or softcap is not a finite positive number.
         """
         state = self._opened()
         seq_len, head_dim = state.seq_len, self.formats.keys.head_dim
         held = len(state.exact), state.num_kv_heads, seq_len, head_dim
+        if state.kind.device is not None or on_gpu(q):
+            from polarquant_nb import gpu_cache
+
+            logits = open_logits(scale, softcap, head_dim)
+            return gpu_cache.attend(state, q, mask, logits, held, return_lse)
         queries = open_queries(q, held, "the cache")
         logits = open_logits(scale, softcap, head_dim)
-        q_len = queries.shape[2]
-        if q_len > seq_len:
-            raise ValueError(
-                f"q_len is {q_len} and seq_len {seq_len}; queries are those of the last q_len "
-                "tokens of the cache"
-            )
+        check_last(queries.shape[2], seq_len)
         numbers = None if mask is None else open_mask(mask, (*queries.shape, seq_len))
         out, lse = cache_attention.attend(state, queries, logits, numbers)
         return result(queries, out, lse if return_lse else None)
@@ -486,6 +493,34 @@ class KVCache:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _from_plain, (type(self), self._settings, *cache_files.to_plain(self._state))
+
+    def to(self, device: Any) -> KVCache:
+        """The cache on another device.
+
+        Parameters
+        ----------
+        device : str or torch.device
+            ``'cpu'``, or a CUDA device.
+
+        Returns
+        -------
+        KVCache
+            With a copy of the tokens, of which codes are the same bytes; it takes and gives torch
+            tensors there.  This cache itself if it is there already.
+
+        Raises
+        ------
+        ImportError
+            If kernels cannot run there.
+        ValueError
+            If it is another device, or there is a preconditioner and it is not the CPU.
+        """
+        place, state = gpu_of(device), self._state
+        if state is None or state.kind.device == place:
+            return self
+        numbers, arrays = cache_files.to_plain(state)
+        moved = cache_files.from_plain(self._settings, numbers, arrays, place)
+        return _with(type(self), self._settings, moved)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to a file: codes and exact tokens as they are.
@@ -587,6 +622,19 @@ def _with(cls: type[KVCache], settings: Settings, state: CacheState | None) -> K
 
 def _from_plain(cls: type[KVCache], settings: Settings, numbers: Any, arrays: Any) -> KVCache:
     return _with(cls, settings, cache_files.from_plain(settings, numbers, arrays))
+
+
+def _refuse(name: str, given: ArrayKind, expected: ArrayKind, whose: str) -> NoReturn:
+    """Say in what an array differs from those before it."""
+    if given.device != expected.device:
+        holds = "is on" if whose == "k" else "holds"
+        raise ValueError(
+            f"{name} is on {given.place}; {whose} {holds} {expected.place}: move it there"
+        )
+    raise TypeError(
+        f"{name} is {given.family} {given.dtype}; it must be {expected.family} {expected.dtype}, "
+        f"as {whose} is"
+    )
 
 
 def _open_padding(padding: Any, batch: int, n: int) -> list[int]:

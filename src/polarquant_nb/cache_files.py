@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from polarquant_nb.arrays import element_dtype
+from polarquant_nb.arrays import ArrayKind, element_dtype
 from polarquant_nb.cache_state import CacheState, Settings
 from polarquant_nb.files import (
     format_record,
@@ -125,13 +125,13 @@ def to_plain(state: CacheState | None) -> tuple[dict[str, Any], dict[str, npt.ND
     if state is None:
         return {}, {}
     numbers: dict[str, Any] = {
-        "kind": vars(state.kind),
+        "kind": state.kind.record,
         "exact": list(state.exact),
         "packed": list(state.packed),
     }
     arrays: dict[str, npt.NDArray[Any]] = {}
     for name, store in (("keys", state.keys), ("values", state.values)):
-        exact = store.exact[:, :, : max(state.exact, default=0)].copy()
+        exact = store.memory.fetch(store.exact[:, :, : max(state.exact, default=0)])
         for row, held in zip(exact, state.exact, strict=True):
             row[:, held:] = 0  # what a crop has left there
         pages, index = store.table.to_arrays()
@@ -148,7 +148,9 @@ def to_plain(state: CacheState | None) -> tuple[dict[str, Any], dict[str, npt.ND
     return numbers, arrays
 
 
-def from_plain(settings: Settings, numbers: Mapping[str, Any], arrays: Arrays) -> CacheState | None:
+def from_plain(
+    settings: Settings, numbers: Mapping[str, Any], arrays: Arrays, device: Any = None
+) -> CacheState | None:
     """What :func:`to_plain` was given.
 
     Parameters
@@ -157,6 +159,8 @@ def from_plain(settings: Settings, numbers: Mapping[str, Any], arrays: Arrays) -
         Of the cache.
     numbers, arrays : mappings
         See :func:`to_plain`; they may come from a damaged file.
+    device : torch.device, optional
+        A GPU to put it on; the CPU by default.
 
     Returns
     -------
@@ -171,6 +175,8 @@ def from_plain(settings: Settings, numbers: Mapping[str, Any], arrays: Arrays) -
     if not numbers:
         return None
     kind, exact, packed = read_kind(numbers["kind"]), numbers["exact"], numbers["packed"]
+    if device is not None:
+        kind = ArrayKind("torch", kind.dtype, device)
     if len(exact) != len(packed):
         raise ValueError(f"it has {len(exact)} rows of exact tokens and {len(packed)} of packed")
     for e, p in zip(exact, packed, strict=True):
@@ -205,7 +211,7 @@ def from_plain(settings: Settings, numbers: Mapping[str, Any], arrays: Arrays) -
         if ((index < 0) == used).any() or (index >= len(pages)).any():
             raise ValueError(f"{name}.index does not fit {packed} tokens and {len(pages)} pages")
         table = store.table.with_arrays(pages, index, packed)
-        stores.append(TokenStore(kind, tokens.copy(), table))
+        stores.append(TokenStore(kind, store.memory.take(tokens, kind), table))
     return CacheState(settings, stores[0], stores[1], tuple(exact), fitting)
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from polarquant_nb.arrays import ArrayKind, new_array, widen
+from polarquant_nb.arrays import ArrayKind, widen
 from polarquant_nb.codebooks import Codebooks
 from polarquant_nb.formats import FormatPair, integer
 from polarquant_nb.layout import PAGE
@@ -156,8 +156,17 @@ class CacheState:
         -------
         CacheState
             With buffers of its own.
+
+        Raises
+        ------
+        ValueError
+            If there is a preconditioner that does not fit, or for arrays on a GPU any.
         """
         formats, preconditioner, fitting = settings.formats, None, None
+        if settings.preconditioner is not None and kind.device is not None:
+            raise ValueError(
+                "preconditioner is given, but the cache is on a GPU, where there is none yet"
+            )
         if settings.preconditioner is not None:
             preconditioner = settings.initial(batch, num_kv_heads)
             preconditioner.check(formats.keys, (batch, num_kv_heads))
@@ -228,19 +237,30 @@ class CacheState:
         CacheState
             The next state; it may go on using the buffers of this one.
         """
-        keys, fitting, recent = self.keys, self.fitting, (self.settings.recent,) * len(padding)
+        keys, fitting = self.keys, self.fitting
         if fitting is not None and not all(fitting.fixed):
             keys, fitting = self._fitted(fitting, k, padding, q)
+        placements = self._placements(k.shape[2], padding, fitting)
+        keys, values = keys.appended(k, placements), self.values.appended(v, placements)
+        exact = [p.exact_after for p in placements for _ in range(p.rows.start, p.rows.stop)]
+        return CacheState(self.settings, keys, values, tuple(exact), fitting)
+
+    def makes_pages(self, n: int, padding: Sequence[int]) -> bool:
+        """Whether an append of ``n`` tokens would encode any, where nothing is to be fitted."""
+        return any(placement.moved for placement in self._placements(n, padding, None))
+
+    def _placements(
+        self, n: int, padding: Sequence[int], fitting: Fitting | None
+    ) -> list[Placement]:
+        recent = (self.settings.recent,) * len(padding)
+        if fitting is not None and not all(fitting.fixed):
             recent = tuple(r if f else _ALL for r, f in zip(recent, fitting.fixed, strict=True))
-        placements = [
-            Placement.of(rows, k.shape[2] - padded, exact, packed, self.settings.sink, last)
+        return [
+            Placement.of(rows, n - padded, exact, packed, self.settings.sink, last)
             for rows, (exact, packed, padded, last) in runs(
                 self.exact, self.packed, padding, recent
             )
         ]
-        keys, values = keys.appended(k, placements), self.values.appended(v, placements)
-        exact = [p.exact_after for p in placements for _ in range(p.rows.start, p.rows.stop)]
-        return CacheState(self.settings, keys, values, tuple(exact), fitting)
 
     def _fitted(
         self, fitting: Fitting, k: Array, padding: Sequence[int], q: tuple[Array, ArrayKind] | None
@@ -315,9 +335,7 @@ class CacheState:
         """
         batch, num_kv_heads, _, head_dim = store.exact.shape
         shape = batch, num_kv_heads, self.seq_len, head_dim
-        array, flat = new_array(shape, self.kind)
-        flat[:] = 0
-        x = flat.reshape(shape)
+        array, x = store.memory.zeros(shape, self.kind)
         for rows, (exact, packed) in runs(self.exact, self.packed):
             sinks = min(exact, self.settings.sink)
             middle = self.seq_len - (exact - sinks) - packed

@@ -236,7 +236,7 @@ def read_preconditioner(
 
 
 def read_kind(record: dict[str, str]) -> ArrayKind:
-    """The array kind of a record, ``vars(kind)``.
+    """The array kind of a record, ``kind.record``.
 
     Parameters
     ----------

@@ -24,6 +24,7 @@ __all__ = [
     "decode",
     "encode",
     "encode_tensor",
+    "open_mask",
 ]
 
 Tensor = Any
@@ -198,17 +199,45 @@ def attention_of_tensors(
     if is_causal:
         check_causal(q.shape[2], seq_len)
     logits = open_logits(scale, softcap, head_dim)
-    numbers = None if mask is None else _open_mask(mask, q, seq_len)
+    numbers = None if mask is None else open_mask(mask, q, seq_len)
     wide = q.float() if q.element_size() == 8 else q
     out, lse = attend_rows(
-        wide, k_pages.device_rows, v_pages.device_rows, logits, numbers, is_causal, longest=seq_len
+        wide,
+        k_pages.device_rows,
+        v_pages.device_rows,
+        logits,
+        numbers,
+        int(is_causal),
+        longest=seq_len,
     )
     out = out.to(q.dtype)
     return (out, lse) if return_lse else out
 
 
-def _open_mask(mask: Any, q: Tensor, seq_len: int) -> Tensor:
-    """The mask as float32 numbers to add, of four axes."""
+def open_mask(mask: Any, q: Tensor, seq_len: int) -> Tensor:
+    """The mask of attention on a GPU.
+
+    Parameters
+    ----------
+    mask : torch.Tensor of bool or float, or another array on the GPU
+        What the user gave.
+    q : torch.Tensor, shape ``(batch, num_heads, q_len, head_dim)``
+        Queries.
+    seq_len : int
+        Columns.
+
+    Returns
+    -------
+    torch.Tensor of float32, of four axes
+        Numbers to add; each axis as long as in ``(batch, num_heads, q_len, seq_len)``, or 1.
+
+    Raises
+    ------
+    TypeError
+        If it is of another dtype.
+    ValueError
+        If it cannot be broadcast, or is elsewhere than the queries.
+    """
     import torch
 
     if not isinstance(mask, torch.Tensor):

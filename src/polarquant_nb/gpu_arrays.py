@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from polarquant_nb.arrays import tensor_dtype
+from polarquant_nb.arrays import ArrayKind, tensor_dtype, torch_name
 
-__all__ = ["as_tensor", "give_back", "on_gpu", "same_device"]
+__all__ = ["as_tensor", "give_back", "gpu_of", "on_gpu", "open_tensor", "same_device"]
 
 _CUDA = 2  # DLPack's number of the device type
 
@@ -32,11 +32,63 @@ def on_gpu(x: Any) -> bool:
         return False
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
-        return bool(x.is_cuda)
+        return _is_cuda(x)
     if hasattr(x, "__cuda_array_interface__"):
         return True
     where = getattr(x, "__dlpack_device__", None)
     return where is not None and int(where()[0]) == _CUDA
+
+
+def _is_cuda(tensor: Any) -> bool:
+    """What decides for tensors; tests in the simulator have it say True of the CPU's."""
+    return bool(tensor.is_cuda)
+
+
+def gpu_of(device: Any) -> Any:
+    """Where something is to be moved.
+
+    Parameters
+    ----------
+    device : str or torch.device
+        The CPU or a GPU.
+
+    Returns
+    -------
+    torch.device or None
+        With its index; None for the CPU.
+
+    Raises
+    ------
+    ValueError
+        If it is another device.
+    """
+    import torch
+
+    probe = torch.empty(0, device=device)
+    if _is_cuda(probe):
+        return probe.device
+    if not probe.is_cpu:
+        raise ValueError(f"device is {device!r}; it must be 'cpu' or a CUDA device")
+    return None
+
+
+def open_tensor(x: Any, name: str) -> tuple[Any, ArrayKind]:
+    """Look at an array on a GPU in place, as ``arrays.open_elements`` does at one on the CPU.
+
+    Parameters
+    ----------
+    x, name
+        See :func:`as_tensor`.
+
+    Returns
+    -------
+    tensor : torch.Tensor
+        Detached.
+    kind : ArrayKind
+        What ``x`` is, and where.
+    """
+    tensor, family = as_tensor(x, name)
+    return tensor, ArrayKind(family, torch_name(tensor.dtype), tensor.device)
 
 
 def as_tensor(x: Any, name: str) -> tuple[Any, str]:

@@ -24,11 +24,11 @@ from polarquant_nb.preconditioning import rotary_bias
 if TYPE_CHECKING:
     from polarquant_nb.queries import Logits
 
-__all__ = ["attend_rows"]
+__all__ = ["FEW_QUERIES", "attend_rows"]
 
 Tensor = Any
 
-_FUSED_QUERIES = 64
+FEW_QUERIES = 64
 """With more queries to a kv head, decoding pages and multiplying matrices is faster."""
 
 _BLOCKS_PER_PROCESSOR = 4
@@ -40,7 +40,7 @@ _PREFILL_TOKENS = 2048
 
 def attend_rows(
     q: Tensor, keys: DeviceRows, values: DeviceRows, logits: Logits, mask: Tensor | None,
-    causal: bool, *, longest: int,
+    causal: int, *, longest: int, dtype: Any = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention over pages; arguments are not checked.
 
@@ -55,32 +55,36 @@ def attend_rows(
     mask : torch.Tensor of float32, optional
         Of four axes, each as long as in ``(batch, num_heads, q_len, tokens)`` or 1: numbers added
         to the logits.
-    causal : bool
-        The queries are the last tokens of their rows.
+    causal : int
+        0 if queries see all tokens.  1 if they are the last tokens of their rows; more if every row
+        has more tokens after its pages: how many, and 1.
     longest : int
         Tokens of the longest row.
+    dtype : torch.dtype, optional
+        Of the result, float32 or the queries'; the latter by default.
 
     Returns
     -------
     out : torch.Tensor, shape ``(batch, num_heads, q_len, value_head_dim)``
-        Of the queries' dtype; zeros for a query that sees nothing.
+        Zeros for a query that sees nothing.
     lse : torch.Tensor of float32, shape ``(batch, num_heads, q_len)``
         Natural logarithm of each query's sum of exponentials; −inf if it sees nothing.
     """
     batch, heads, q_len, _ = q.shape
-    rows = keys.starts.shape[0]
+    rows, dtype = keys.starts.shape[0], dtype or q.dtype
     if not q.numel() or not longest:
-        out = q.new_zeros((*q.shape[:-1], values.format.head_dim))
+        out = q.new_zeros((*q.shape[:-1], values.format.head_dim), dtype=dtype)
         return out, q.new_full(q.shape[:-1], -float("inf"), dtype=_torch(q).float32)
     per_row = batch * heads * q_len // rows
     rotary = rotary_bias(keys.preconditioner)
     # decoded keys have their bias again, to which a soft cap applies as to all of the logit
-    if per_row > _FUSED_QUERIES or (rotary is not None and logits.softcap):
-        return _by_page_groups(q, keys, values, logits, mask, causal, longest)
-    key = id(values), per_row, q.dtype, longest
+    if per_row > FEW_QUERIES or (rotary is not None and logits.softcap):
+        out, lse = _by_page_groups(q, keys, values, logits, mask, causal, longest)
+        return out.to(dtype), lse
+    key = id(values), per_row, q.dtype, dtype, longest
     plan = keys.prepared.get(key)
     if plan is None or plan.values is not values:
-        plan = keys.prepared[key] = _Plan.make(q, keys, values, per_row, longest)
+        plan = keys.prepared[key] = _Plan.make(q, keys, values, per_row, longest, dtype)
     return plan.run(q, logits, mask, causal)
 
 
@@ -102,6 +106,7 @@ class _Plan:
     rotate: Any
     attend: Any
     merge: Any
+    dtype: Any
     per_row: int
     group: int
     groups: int
@@ -112,7 +117,9 @@ class _Plan:
     bias: BiasLogits | None
 
     @staticmethod
-    def make(q: Tensor, keys: DeviceRows, values: DeviceRows, per_row: int, longest: int) -> _Plan:
+    def make(
+        q: Tensor, keys: DeviceRows, values: DeviceRows, per_row: int, longest: int, dtype: Any
+    ) -> _Plan:  # fmt: skip
         from polarquant_nb.kernels.cuda_attention import query_group
         from polarquant_nb.kernels.cuda_compile import program_of
 
@@ -124,7 +131,8 @@ class _Plan:
         pages, items = -(-longest // PAGE), keys.starts.shape[0] * groups
         wanted = max(1, _BLOCKS_PER_PROCESSOR * here.processors // items)
         range_pages = -(-pages // min(wanted, pages))
-        element, rotary = torch_name(q.dtype), rotary_bias(keys.preconditioner)
+        element, result = torch_name(q.dtype), torch_name(dtype)
+        rotary = rotary_bias(keys.preconditioner)
         k_tables, v_tables = (
             tables(s.format, s.codebooks, q.device, s.preconditioner, inverse=True)
             for s in (keys, values)
@@ -135,8 +143,8 @@ class _Plan:
             here, keys, values, k_tables, v_tables,
             here.kernel("rotate", program_of(keys.format, bare=True), element),
             here.kernel("attend", k, values=v, group=group),
-            here.kernel("merge", program_of(values.format, bare=True), element, group=group),
-            per_row, group, groups, -(-pages // range_pages), range_pages, longest,
+            here.kernel("merge", program_of(values.format, bare=True), result, group=group),
+            dtype, per_row, group, groups, -(-pages // range_pages), range_pages, longest,
             (
                 tuple(map(address, (k_tables.signs, k_tables.order, k_tables.mix, k_tables.dense))),
                 (*map(address, (keys.words, keys.starts, k_tables.cosines, values.words,
@@ -148,7 +156,7 @@ class _Plan:
         )  # fmt: skip
 
     def run(
-        self, q: Tensor, logits: Logits, mask: Tensor | None, causal: bool
+        self, q: Tensor, logits: Logits, mask: Tensor | None, causal: int
     ) -> tuple[Tensor, Tensor]:
         batch, heads, q_len, d = q.shape
         rows, width = self.keys.starts.shape[0], self.values.format.head_dim
@@ -161,7 +169,7 @@ class _Plan:
         float32 = self.k_tables.cosines.dtype
         # one piece of scratch: rotated queries, and what each range gives
         scratch = q.new_empty(num_queries * d + vectors * (width + 2), dtype=float32)
-        out = q.new_empty((batch, heads, q_len, width))
+        out = q.new_empty((batch, heads, q_len, width), dtype=self.dtype)
         lse = q.new_empty((batch, heads, q_len), dtype=float32)
         address = self.here.address
         if self.here.simulated:
@@ -192,7 +200,7 @@ class _Plan:
                 (rows * self.groups, self.ranges), stream, rotated, *pages, address(bias), outs,
                 tops, totals, self.per_row, self.groups, k_columns, v_columns, self.range_pages,
                 logits.softcap * LOG2_E, rows // batch, q_len, int(mask is not None),
-                *bias_strides, int(causal),
+                *bias_strides, causal,
             )  # fmt: skip
             self.merge.launch(
                 tiles, stream, outs, tops, totals, address(out), address(lse), *back, num_queries,
@@ -206,7 +214,7 @@ class _Plan:
 
 def _by_page_groups(
     q: Tensor, keys: DeviceRows, values: DeviceRows, logits: Logits, mask: Tensor | None,
-    causal: bool, length: int,
+    causal: int, length: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Flash attention: decode tokens, multiply matrices, rescale what was added up."""
     torch = _torch(q)
@@ -218,7 +226,9 @@ def _by_page_groups(
     out = scaled.new_zeros((rows, n, width))
     top = scaled.new_full((rows, n, 1), -float("inf"))
     total = scaled.new_zeros((rows, n, 1))
-    last = torch.arange(q_len, device=q.device).repeat(n // q_len) + (length - q_len)
+    lengths = keys.lengths[:, None, None]
+    place = torch.arange(1 - q_len, 1, device=q.device).repeat(n // q_len)[:, None]
+    last = lengths + place + (causal - 2)  # token that each query sees, if causal
     for start in range(0, length, _PREFILL_TOKENS):
         stop = min(start + _PREFILL_TOKENS, length)
         k = scaled.new_empty((rows, stop - start, d))
@@ -231,9 +241,13 @@ def _by_page_groups(
         if mask is not None:
             part = mask.expand(batch, heads, q_len, length)[..., start:stop]
             scores = scores + part.reshape(rows, n, -1) * LOG2_E
+        token = torch.arange(start, stop, device=q.device)
         if causal:
-            token = torch.arange(start, stop, device=q.device)
-            scores = scores.masked_fill(token > last[:, None], -float("inf"))
+            scores = scores.masked_fill(token > last, -float("inf"))
+        if stop > keys.shortest:  # what is decoded beyond a row's end is anything
+            beyond = token >= lengths
+            scores = scores.masked_fill(beyond, -float("inf"))
+            v = v.masked_fill(beyond.transpose(1, 2), 0)
         now = torch.maximum(top, scores.amax(-1, keepdim=True))
         base = now.masked_fill(now == -float("inf"), 0.0)
         factor, weights = torch.exp2(top - base), torch.exp2(scores - base)
@@ -243,4 +257,4 @@ def _by_page_groups(
     lse = (top + torch.log2(total)) / LOG2_E
     out = torch.where(total == 0, 0.0, out / total)
     shape = batch, heads, q_len
-    return out.reshape(*shape, width).to(q.dtype), lse.reshape(shape)
+    return out.reshape(*shape, width), lse.reshape(shape)

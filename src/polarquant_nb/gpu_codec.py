@@ -27,7 +27,16 @@ if TYPE_CHECKING:
 
     from polarquant_nb.pages import PolarPages
 
-__all__ = ["DeviceRows", "Launcher", "Tables", "decode_rows", "device_rows", "encode_rows"]
+__all__ = [
+    "DeviceRows",
+    "Launcher",
+    "Tables",
+    "copied",
+    "copied_integers",
+    "decode_rows",
+    "device_rows",
+    "encode_rows",
+]
 
 Tensor = Any
 
@@ -70,9 +79,11 @@ class DeviceRows:
     words : torch.Tensor of int32, 1-d
         Memory that holds the pages.
     starts : torch.Tensor of int64, shape ``(rows, num_pages)``
-        Index of each page's first word.
+        Index of each page's first word; whatever it is where a row is shorter.
     lengths : torch.Tensor of int64, shape ``(rows,)``
         Tokens of each row.
+    shortest : int
+        Tokens of the shortest row.
     prepared : dict
         What attention works out once.
     preconditioner : Preconditioner, optional
@@ -86,6 +97,7 @@ class DeviceRows:
     words: Tensor
     starts: Tensor
     lengths: Tensor
+    shortest: int
     prepared: dict[Any, Any] = field(default_factory=dict, repr=False)
     preconditioner: Preconditioner | None = None
     first_position: int = 0
@@ -213,9 +225,54 @@ def device_rows(pages: PolarPages) -> DeviceRows:
     starts = torch.arange(rows * pages.num_pages, device=words.device) * page_words
     lengths = torch.full((rows,), pages.seq_len, dtype=torch.int64, device=words.device)
     return DeviceRows(
-        pages.format, pages.codebooks, words.reshape(-1), starts.reshape(rows, -1), lengths, {},
-        pages.preconditioner, pages.first_position,
+        pages.format, pages.codebooks, words.reshape(-1), starts.reshape(rows, -1), lengths,
+        pages.seq_len, {}, pages.preconditioner, pages.first_position,
     )  # fmt: skip
+
+
+def copied(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """An array of the CPU on a device, in memory of its own; nothing waits.
+
+    Parameters
+    ----------
+    array : ndarray
+        Signed integers or floats.
+    device : torch.device
+        Where to.
+
+    Returns
+    -------
+    torch.Tensor
+        No inference tensor.
+    """
+    import torch
+
+    with torch.inference_mode(False):
+        return torch.from_numpy(np.array(array)).to(device, non_blocking=True)
+
+
+def copied_integers(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """A few integers on a device, copied there when they were not used of late.
+
+    Parameters
+    ----------
+    numbers : tuple of int
+        Numbers.
+    device : torch.device
+        Where to.
+
+    Returns
+    -------
+    torch.Tensor of int64, shape ``(len(numbers),)``
+        Not to be written to, and for the current stream only.
+    """
+    return _copied_integers(numbers, device, launcher(device).stream())
+
+
+@lru_cache(maxsize=256)
+def _copied_integers(numbers: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
+    # another stream may run before the copy is made
+    return copied(np.array(numbers, np.int64), device)
 
 
 def encode_rows(

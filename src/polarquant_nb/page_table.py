@@ -3,14 +3,16 @@
 A *block* is one page of all kv heads of one batch row.  It is written once, and shared from then
 on: rows that were selected twice, copies of a cache and its snapshots hold the same blocks.  A
 table does not change either; every operation makes a new one, which costs pointers.
+
+:class:`~polarquant_nb.gpu_page_table.DeviceTable` is the same with blocks on a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +25,7 @@ from polarquant_nb.layout import PAGE
 from polarquant_nb.preconditioning import Preconditioner
 from polarquant_nb.rows import PackedRows
 
-__all__ = ["PageTable"]
+__all__ = ["PageTable", "span"]
 
 _PAGES = 64
 """Pages of a row that lose their bias at a time."""
@@ -68,11 +70,11 @@ class PageTable:
     preconditioner: Preconditioner | None
     first_position: int
 
-    @staticmethod
+    @classmethod
     def empty(
-        fmt: PolarFormat, codebooks: Codebooks, num_kv_heads: int, batch: int,
+        cls, fmt: PolarFormat, codebooks: Codebooks, num_kv_heads: int, batch: int,
         preconditioner: Preconditioner | None = None, first_position: int = 0,
-    ) -> PageTable:  # fmt: skip
+    ) -> Self:  # fmt: skip
         """A table without pages.
 
         Parameters
@@ -92,7 +94,7 @@ class PageTable:
             With no token.
         """
         addresses = np.empty((batch, 0), np.int64)
-        return PageTable(
+        return cls(
             fmt, codebooks, num_kv_heads, ((),) * batch, addresses, (0,) * batch, {},
             preconditioner, first_position,
         )  # fmt: skip
@@ -100,7 +102,8 @@ class PageTable:
     @cached_property
     def rows(self) -> PackedRows:
         """The pages as kernels take them: a row for each batch row and kv head."""
-        words, starts = self._locate(self.addresses, self.blocks)
+        first, num_words, starts = self._locate(self.addresses)
+        words = span(first, num_words, self.blocks)
         lengths = np.repeat(np.array(self.lengths, np.int64), self.num_kv_heads)
         return PackedRows(
             self.format, self.codebooks, words, starts, lengths, self.prepared,
@@ -119,7 +122,7 @@ class PageTable:
 
     def changed(
         self, keep: Sequence[int], more: Sequence[Sequence[Block]], lengths: Sequence[int]
-    ) -> PageTable:
+    ) -> Self:
         """Each row with its first pages only, and other blocks after them.
 
         Parameters
@@ -141,10 +144,10 @@ class PageTable:
         addresses = np.zeros((len(blocks), max(map(len, blocks), default=0)), np.int64)
         for row, (n, new) in enumerate(zip(keep, more, strict=True)):
             addresses[row, :n] = self.addresses[row, :n]
-            addresses[row, n : n + len(new)] = _addresses(new)
+            addresses[row, n : n + len(new)] = list(map(self._address, new))
         return self._with(blocks, addresses, lengths)
 
-    def select(self, indices: Sequence[int]) -> PageTable:
+    def select(self, indices: Sequence[int]) -> Self:
         """Batch rows in another order, each as often as wanted.
 
         Parameters
@@ -186,11 +189,10 @@ class PageTable:
         list of lists of blocks
             ``n`` for each row.
         """
-        shape = self.num_kv_heads, self.format.layout.num_words
+        shape = self._block_shape
         blocks = [[np.empty(shape, np.uint32) for _ in range(x.shape[2] // PAGE)] for _ in x]
-        addresses = np.array([_addresses(row) for row in blocks], np.int64)
-        words, starts = self._locate(addresses, blocks)
-        self._encode(rows, first, x, kind, words, starts)
+        place, num_words, starts = self._locate(self._addresses(blocks))
+        self._encode(rows, first, x, kind, span(place, num_words, blocks), starts)
         return [[_frozen(block) for block in row] for row in blocks]
 
     def fill(self, rows: slice, x: npt.NDArray[Any], kind: ArrayKind) -> list[Block]:
@@ -260,16 +262,14 @@ class PageTable:
         index = np.full(self.addresses.shape, -1, np.int64)
         for row, blocks in zip(index, self.blocks, strict=True):
             row[: len(blocks)] = [number[id(block)] for block in blocks]
-        pages = np.empty(
-            (len(distinct), self.num_kv_heads, self.format.layout.num_words), np.uint32
-        )
+        pages = np.empty((len(distinct), *self._block_shape), np.uint32)
         for page, block in zip(pages, distinct.values(), strict=True):
-            page[:] = block
+            page[:] = self._words(block)
         return pages, index
 
     def with_arrays(
         self, pages: npt.NDArray[np.uint32], index: npt.NDArray[np.int64], lengths: Sequence[int]
-    ) -> PageTable:
+    ) -> Self:
         """An empty table with the contents that :meth:`to_arrays` gave.
 
         Parameters
@@ -284,7 +284,7 @@ class PageTable:
         PageTable
             The new table.
         """
-        blocks = [_frozen(page.copy()) for page in pages]
+        blocks = [self._block(page) for page in pages]
         rows = [[blocks[i] for i in row if i >= 0] for row in index.tolist()]
         return self.changed([0] * len(rows), rows, lengths)
 
@@ -312,26 +312,48 @@ class PageTable:
                 pages[:, page : page + step].ravel(), here, frozen=frozen,
             )  # fmt: skip
 
+    # ---- blocks in memory ------------------------------------------------------------------------
+
+    @staticmethod
+    def _address(block: Block) -> int:
+        """Where a block is, in words."""
+        return int(block.__array_interface__["data"][0]) // 4
+
+    def _words(self, block: Block) -> Block:
+        """A block for a file."""
+        return block
+
+    def _block(self, words: Block) -> Block:
+        """Inverse of :meth:`_words`, in memory of its own."""
+        return _frozen(words.copy())
+
+    @property
+    def _block_shape(self) -> tuple[int, int]:
+        return self.num_kv_heads, self.format.layout.num_words
+
     def _with(
         self,
         blocks: tuple[tuple[Block, ...], ...],
         addresses: npt.NDArray[np.int64],
         lengths: Sequence[int],
-    ) -> PageTable:
+    ) -> Self:
         return replace(self, blocks=blocks, addresses=addresses, lengths=tuple(lengths))
 
+    def _addresses(self, blocks: Sequence[Sequence[Block]]) -> npt.NDArray[np.int64]:
+        """Of as many blocks for each row."""
+        return np.array([list(map(self._address, row)) for row in blocks], np.int64)
+
     def _locate(
-        self, addresses: npt.NDArray[np.int64], owner: object
-    ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
-        """The memory that spans all blocks, and where in it each page of each row starts."""
-        heads, page_words = self.num_kv_heads, self.format.layout.num_words
+        self, addresses: npt.NDArray[np.int64]
+    ) -> tuple[int, int, npt.NDArray[np.int64]]:  # fmt: skip
+        """First word and length of the memory that spans all blocks; each page's place in it."""
+        heads, page_words = self._block_shape
         used = addresses[addresses > 0]
         first, last = (int(used.min()), int(used.max())) if used.size else (0, 0)
         num_words = last - first + heads * page_words if used.size else 0
-        words = np.asarray(_Memory(first, num_words, owner)) if used.size else _NOTHING
         pages = np.maximum(addresses - first, 0)  # a page that is not there is never read
         starts = pages[:, None] + np.arange(heads)[:, None] * page_words
-        return words, starts.reshape(len(addresses) * heads, addresses.shape[1])
+        return first, num_words, starts.reshape(len(addresses) * heads, addresses.shape[1])
 
 
 _NOTHING = np.empty(0, np.uint32)
@@ -350,8 +372,24 @@ class _Memory:
         }
 
 
-def _addresses(blocks: Iterable[Block]) -> list[int]:
-    return [block.__array_interface__["data"][0] // 4 for block in blocks]
+def span(first: int, num_words: int, owner: object) -> npt.NDArray[np.uint32]:
+    """Memory as an array.
+
+    Parameters
+    ----------
+    first : int
+        Its first word: an address divided by 4.
+    num_words : int
+        How long it is.
+    owner : object
+        Holds on to whatever is used of it.
+
+    Returns
+    -------
+    ndarray of uint32, shape ``(num_words,)``
+        What is there.
+    """
+    return np.asarray(_Memory(first, num_words, owner)) if num_words else _NOTHING
 
 
 def _frozen(block: Block) -> Block:

@@ -198,7 +198,7 @@ class PolarPages:
         header = {
             "format": format_record(self.format, self.codebooks),
             "seq_len": self.seq_len,
-            "kind": vars(self.kind),
+            "kind": self.kind.record,
             "num_nonfinite": self.num_nonfinite,
             "num_saturated": self.num_saturated,
             "preconditioner": record,

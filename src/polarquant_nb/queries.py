@@ -23,6 +23,7 @@ __all__ = [
     "Queries",
     "bias_of",
     "check_causal",
+    "check_last",
     "check_query_shape",
     "mask_shape",
     "open_logits",
@@ -149,6 +150,26 @@ def check_causal(q_len: int, seq_len: int) -> None:
     if q_len > seq_len:
         raise ValueError(
             f"q_len is {q_len} and seq_len {seq_len}; is_causal needs q_len <= seq_len"
+        )
+
+
+def check_last(q_len: int, seq_len: int) -> None:
+    """Refuse more queries than a cache has tokens that they could be the last of.
+
+    Parameters
+    ----------
+    q_len, seq_len : int
+        Queries, and tokens.
+
+    Raises
+    ------
+    ValueError
+        If there are more.
+    """
+    if q_len > seq_len:
+        raise ValueError(
+            f"q_len is {q_len} and seq_len {seq_len}; queries are those of the last q_len tokens "
+            "of the cache"
         )
 
 

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import numpy.typing as npt
 
-from polarquant_nb.arrays import ArrayKind, element_dtype
+from polarquant_nb.arrays import ArrayKind
 from polarquant_nb.codebooks import Codebooks
 from polarquant_nb.formats import PolarFormat
 from polarquant_nb.layout import PAGE
+from polarquant_nb.memory import Memory, memory_of
 from polarquant_nb.page_table import Block, PageTable
 from polarquant_nb.preconditioning import Preconditioner
 
@@ -104,9 +104,9 @@ class TokenStore:
     ----------
     kind : ArrayKind
         What was appended.
-    exact : ndarray, shape ``(batch, num_kv_heads, slots, head_dim)``
+    exact : ndarray or torch.Tensor, shape ``(batch, num_kv_heads, slots, head_dim)``
         Exact tokens as elements, the sinks first; slots beyond a row's number hold anything.  There
-        are as many slots as tokens need, but for the last few.
+        are as many slots as tokens need, but for the last few.  On a GPU a tensor.
     table : PageTable
         The pages.
     """
@@ -143,8 +143,14 @@ class TokenStore:
             A store that owns its buffer, which has no slot yet.
         """
         shape = batch, num_kv_heads, 0, fmt.head_dim
-        table = PageTable.empty(fmt, codebooks, num_kv_heads, batch, preconditioner, sink)
-        return TokenStore(kind, np.empty(shape, element_dtype(kind)), table)
+        memory = memory_of(kind)
+        table = memory.table(fmt, codebooks, num_kv_heads, batch, preconditioner, sink)
+        return TokenStore(kind, memory.empty(shape, kind), table)
+
+    @property
+    def memory(self) -> Memory:
+        """Where the exact tokens are."""
+        return memory_of(self.kind)
 
     @property
     def nbytes(self) -> int:
@@ -160,11 +166,11 @@ class TokenStore:
 
     def copy(self, slots: int) -> TokenStore:
         """Another store with the same tokens, in so many slots; blocks are shared."""
-        return TokenStore(self.kind, self.exact[:, :, :slots].copy(), self.table)
+        return TokenStore(self.kind, self.memory.copy(self.exact[:, :, :slots]), self.table)
 
     def select(self, indices: Sequence[int], slots: int) -> TokenStore:
         """Another store with some of the rows, in so many slots; see :meth:`PageTable.select`."""
-        exact = self.exact[list(indices), :, :slots]
+        exact = self.memory.select(self.exact[:, :, :slots], indices)
         return TokenStore(self.kind, exact, self.table.select(indices))
 
     def cropped(self, packed: Sequence[int]) -> TokenStore:
@@ -178,8 +184,8 @@ class TokenStore:
 
         Parameters
         ----------
-        x : ndarray, shape ``(batch, num_kv_heads, n, head_dim)``
-            Elements that are appended.
+        x : ndarray or torch.Tensor, shape ``(batch, num_kv_heads, n, head_dim)``
+            Elements that are appended, of the store's kind.
         placements : sequence of Placement
             For runs of rows that cover the batch.
 
@@ -211,7 +217,7 @@ class TokenStore:
         """Another buffer, of a few slots more than are needed, with the same tokens."""
         batch, num_kv_heads, slots, head_dim = self.exact.shape
         shape = batch, num_kv_heads, -(-needed // _SLOTS) * _SLOTS, head_dim
-        buffer = np.empty(shape, self.exact.dtype)
+        buffer = self.memory.empty(shape, self.kind)
         same = min(slots, shape[2])
         buffer[:, :, :same] = self.exact[:, :, :same]
         return buffer
@@ -247,4 +253,4 @@ class TokenStore:
             return held
         first = x.shape[2] - p.new + p.sinks - p.held  # of x, if all of them were in x
         new = x[p.rows, :, first + max(start, p.held) : first + stop]
-        return new if start >= p.held else np.concatenate([held, new], 2)
+        return new if start >= p.held else self.memory.join([held, new])

@@ -4,7 +4,7 @@
 >>> cache = pq.hf.PolarCache(model.config)  # doctest: +SKIP
 >>> pq.hf.enable(model).generate(**inputs, past_key_values=cache)  # doctest: +SKIP
 
-transformers 4.57 and newer; models on the CPU, for inference.
+transformers 4.57 and newer; models on the CPU or NVIDIA GPUs, for inference.
 """
 
 from polarquant_nb.hf.attention import disable, enable

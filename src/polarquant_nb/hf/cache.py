@@ -31,7 +31,8 @@ class PolarCache(DynamicCache):
 
     Give it to ``generate`` or to a model in place of a ``transformers.DynamicCache``.  After
     :func:`polarquant_nb.hf.enable`, attention runs on the codes; otherwise they are decoded for
-    every token.  The first prefill attends to exact keys and values.
+    every token.  The first prefill attends to exact keys and values.  What a layer holds is on the
+    device of that layer of the model, the CPU or an NVIDIA GPU.
 
     Parameters
     ----------
@@ -190,6 +191,33 @@ class PolarCache(DynamicCache):
             elif exact.is_initialized:
                 layer.update(exact.keys, exact.values)
                 layer.settle()
+        return self
+
+    def to(self, device: Any) -> PolarCache:
+        """Move all layers to one device, as a model is moved.
+
+        Parameters
+        ----------
+        device : str or torch.device
+            ``'cpu'``, or a CUDA device.
+
+        Returns
+        -------
+        PolarCache
+            This one.
+
+        Raises
+        ------
+        ImportError, ValueError
+            See :meth:`polarquant_nb.KVCache.to`.
+        """
+        for layer in self.layers:
+            if isinstance(layer, PolarLayer):
+                layer.to(device)
+            else:
+                for name, value in list(vars(layer).items()):
+                    if isinstance(value, torch.Tensor):
+                        setattr(layer, name, value.to(device))
         return self
 
     def report(self) -> CacheReport:

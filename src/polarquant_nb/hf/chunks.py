@@ -7,17 +7,17 @@ tokens that queries attend to most.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from polarquant_nb.cache import KVCache
 from polarquant_nb.exact_attention import attend_exact, merge
-from polarquant_nb.queries import open_logits
+from polarquant_nb.gpu_arrays import on_gpu
+from polarquant_nb.queries import Logits, open_logits
 
 __all__ = ["attend_chunk"]
 
 Tensor = torch.Tensor
-FloatArray = npt.NDArray[np.float32]
+Pair = tuple[Tensor, Tensor]
 
 _QUERIES = 256
 """Queries at a time; bounds the memory of scores."""
@@ -60,9 +60,11 @@ def attend_chunk(
     batch, heads, n, head_dim = q.shape
     kv_heads, width = k.shape[1], v.shape[3]
     logits = open_logits(scale, softcap, head_dim)
-    keys, values = (x.detach().float().numpy() for x in (k, v))
-    added = None if new_mask is None else _added(new_mask).numpy()
-    out, lse = q.new_empty(batch, heads, n, width), torch.empty(batch, heads, n)
+    keys, values = (x.detach().float() for x in (k, v))
+    added = None if new_mask is None else _added(new_mask)
+    add_new = _add_on_gpu if on_gpu(q) else _add_on_cpu
+    out = q.new_empty(batch, heads, n, width)
+    lse = q.new_empty(batch, heads, n, dtype=torch.float32)
     for first in range(0, n, _QUERIES):
         rows = slice(first, min(first + _QUERIES, n))
         part = q[:, :, rows].detach()
@@ -77,33 +79,54 @@ def attend_chunk(
             return_lse=True,
         )
         shape = batch, kv_heads, heads // kv_heads, m
-        new_out, new_lse = np.empty((*shape, width), np.float32), np.empty(shape, np.float32)
         seen = rows.stop  # of the new tokens, by the last of these queries
-        with np.errstate(all="ignore"):
-            attend_exact(
-                part.float().contiguous().numpy().reshape(*shape, head_dim),
-                keys[:, :, :seen],
-                values[:, :, :seen],
-                logits,
-                None if added is None else _of_rows(added, rows)[..., :seen],
-                np.arange(seen),
-                np.arange(first, seen) + 1,
-                new_out,
-                new_lse,
-            )
-            held = held_out.float().numpy().reshape(*shape, width), held_lse.numpy().reshape(shape)
-            both_out, both_lse = merge(held, (new_out, new_lse))
-        out[:, :, rows] = torch.from_numpy(both_out).reshape(batch, heads, m, width).to(q.dtype)
-        lse[:, :, rows] = torch.from_numpy(both_lse).reshape(batch, heads, m)
+        both_out, both_lse = add_new(
+            (held_out.float().reshape(*shape, width), held_lse.reshape(shape)),
+            part.float().contiguous().reshape(*shape, head_dim),
+            keys[:, :, :seen],
+            values[:, :, :seen],
+            logits,
+            None if added is None else _of_rows(added, rows)[..., :seen],
+            first,
+        )
+        out[:, :, rows] = both_out.reshape(batch, heads, m, width).to(q.dtype)
+        lse[:, :, rows] = both_lse.reshape(batch, heads, m)
     return out, lse
+
+
+def _add_on_cpu(
+    held: Pair, q: Tensor, k: Tensor, v: Tensor, logits: Logits, mask: Tensor | None, first: int
+) -> Pair:
+    """Add the new tokens up to the last query's, of which query 0 is number ``first``."""
+    seen = k.shape[2]
+    out = np.empty((*q.shape[:-1], v.shape[3]), np.float32)
+    lse = np.empty(q.shape[:-1], np.float32)
+    with np.errstate(all="ignore"):
+        attend_exact(
+            q.numpy(), k.numpy(), v.numpy(), logits, None if mask is None else mask.numpy(),
+            np.arange(seen), np.arange(first, seen) + 1, out, lse,
+        )  # fmt: skip
+        both = merge((held[0].numpy(), held[1].numpy()), (out, lse))
+    return torch.from_numpy(both[0]), torch.from_numpy(both[1])
+
+
+def _add_on_gpu(
+    held: Pair, q: Tensor, k: Tensor, v: Tensor, logits: Logits, mask: Tensor | None, first: int
+) -> Pair:
+    """The same in tensors."""
+    from polarquant_nb import gpu_exact
+
+    positions = torch.arange(k.shape[2], device=q.device)
+    visible = positions[first:] + 1
+    return gpu_exact.merge(held, gpu_exact.attend_exact(q, k, v, logits, mask, positions, visible))
 
 
 def _added(mask: Tensor) -> Tensor:
     """A mask as numbers to add."""
     if mask.dtype != torch.bool:
         return mask.float()
-    return torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+    return torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, -torch.inf)
 
 
-def _of_rows(mask: FloatArray, rows: slice) -> FloatArray:
+def _of_rows(mask: Tensor, rows: slice) -> Tensor:
     return mask[:, :, rows] if mask.shape[2] > 1 else mask

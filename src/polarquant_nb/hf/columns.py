@@ -15,6 +15,8 @@ from weakref import ref
 
 import torch
 
+from polarquant_nb.gpu_arrays import on_gpu
+
 __all__ = ["Columns", "leading_padding", "token_mask"]
 
 Tensor = torch.Tensor
@@ -212,7 +214,8 @@ def leading_padding(mask: Tensor, length: int, batch: int) -> tuple[int, ...]:
     """How many of the new positions of each row are padding, from the first on.
 
     Padding are first new positions that no query attends to.  Others that are hidden become tokens,
-    which the mask goes on hiding.
+    which the mask goes on hiding; on a GPU so does a position that comes alone, as its mask is not
+    waited for.
 
     Parameters
     ----------
@@ -235,6 +238,8 @@ def leading_padding(mask: Tensor, length: int, batch: int) -> tuple[int, ...]:
         If the mask does not have this shape.
     """
     shown = _shown(mask, length)
+    if mask.shape[2] == 1 and on_gpu(mask):  # no step of one token waits for a GPU
+        return (0,) * batch
     hidden = ~shown[..., length - mask.shape[2] :].any(1).expand(batch, -1)
     return tuple(hidden.long().cumprod(1).sum(1).tolist())
 
@@ -266,20 +271,22 @@ def token_mask(mask: Tensor, columns: Columns, batch: int) -> tuple[Tensor | Non
     """
     n, length = mask.shape[2], columns.length
     shown = _shown(mask, length).expand(batch, -1, -1)
-    tokens = columns.are_tokens(batch)
-    if (shown & ~tokens[:, None]).any():
+    tokens = columns.are_tokens(batch).to(mask.device)
+    causal = torch.ones(n, length, dtype=torch.bool, device=mask.device).tril(length - n)
+    # queries at padding are nobody's: what they see does not matter
+    asking = tokens[:, length - n :, None]
+    plain = causal & tokens[:, None]
+    faults = shown & ~tokens[:, None], shown & ~causal & asking, (shown ^ plain) & asking
+    # together, so that a GPU is waited for once
+    shows_padding, sees_ahead, hides_more = torch.stack([f.any() for f in faults]).tolist()
+    if shows_padding:
         raise ValueError(
             "the mask shows positions that were padding when they came; padding is not stored"
         )
-    causal = torch.ones(n, length, dtype=torch.bool).tril(length - n)
-    # queries at padding are nobody's: what they see does not matter
-    asking = tokens[:, length - n :]
-    is_causal = not (shown & ~causal)[asking].any()
     mask = mask[..., :length]
-    is_plain = mask.dtype == torch.bool and mask.shape[1] == 1
-    if is_plain and torch.equal(shown[asking], (causal & tokens[:, None])[asking]):
+    if mask.dtype == torch.bool and mask.shape[1] == 1 and not hides_more:
         return None, True
-    return columns.columns_of_tokens(mask, batch), is_causal
+    return columns.columns_of_tokens(mask, batch), not sees_ahead
 
 
 def _shown(mask: Tensor, length: int) -> Tensor:

@@ -124,6 +124,8 @@ class Handle(torch.Tensor):
         ``(batch, num_kv_heads, length, head_dim)``.
     dtype : torch.dtype
         What was appended.
+    device : torch.device
+        Where the layer is.
     exact : torch.Tensor, optional
         The numbers, where they are all that was ever appended.
     """
@@ -139,9 +141,10 @@ class Handle(torch.Tensor):
         which: int,
         shape: tuple[int, ...],
         dtype: torch.dtype,
+        device: torch.device,
         exact: Tensor | None,
     ) -> Handle:
-        handle: Handle = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
+        handle: Handle = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         handle.pair, handle.which, handle.exact = pair, which, exact
         return handle
 

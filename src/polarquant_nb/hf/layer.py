@@ -12,6 +12,7 @@ from polarquant_nb.arrays import open_integers
 from polarquant_nb.budgets import preset
 from polarquant_nb.cache import KVCache
 from polarquant_nb.formats import FormatPair
+from polarquant_nb.gpu_arrays import on_gpu
 from polarquant_nb.hf.chunks import attend_chunk
 from polarquant_nb.hf.columns import Columns, leading_padding, token_mask
 from polarquant_nb.hf.handle import Counts, Handle, HandlePair
@@ -57,6 +58,7 @@ class PolarLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         # batch, kv heads, head_dim of keys and values; and their dtypes
         self._held: tuple[int, int, int, int] | None = None
         self._dtypes: tuple[torch.dtype, ...] = ()
+        self._device = torch.device("cpu")
 
     # ---- what there is ---------------------------------------------------------------------------
 
@@ -152,17 +154,18 @@ class PolarLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         Raises
         ------
         TypeError
-            If the tensors are not on the CPU.
+            If the tensors are neither on the CPU nor on an NVIDIA GPU, or not both on one.
         ValueError
             If they are those of another batch or model.
         """
         self.settle()
         batch, heads, _, head_dim = key_states.shape
         held = batch, heads, head_dim, value_states.shape[3]
-        if not (key_states.is_cpu and value_states.is_cpu):
+        device = key_states.device
+        if device.type not in ("cpu", "cuda") or value_states.device != device:
             raise TypeError(
-                f"keys are on {key_states.device} and values on {value_states.device}; PolarCache "
-                'supports models on the CPU: model.to("cpu")'
+                f"keys are on {device} and values on {value_states.device}; PolarCache supports "
+                'models on the CPU and on NVIDIA GPUs: model.to("cpu")'
             )
         if self._held is not None and self._held != held:
             raise ValueError(
@@ -174,6 +177,7 @@ class PolarLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             )
         first = self._columns.length == 0
         self._held, self._dtypes = held, (key_states.dtype, value_states.dtype)
+        self._device = device
         self._waiting = key_states.detach(), value_states.detach()
         self._changes += 1
         if self._is_step and self._cache is not None and self._cache._step is not None:
@@ -211,7 +215,7 @@ class PolarLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._waiting = None
         cache.append(k, v, padding, q=q if wants_queries else None)
         self._cache, self._columns = cache, self._columns.appended(k.shape[2], padding)
-        if k.shape[2] >= _MANY:
+        if k.shape[2] >= _MANY and not on_gpu(k):
             give_back_at_times()
 
     def attend(
@@ -371,8 +375,21 @@ class PolarLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._cache, self._columns, self._waiting, self._held = None, Columns(), None, None
         self._changes += 1
 
+    def to(self, device: Any) -> None:
+        """Move the tokens.
+
+        Parameters
+        ----------
+        device : str or torch.device
+            See :meth:`KVCache.to`.
+        """
+        cache = self.cache
+        if cache is not None:
+            self._cache, self._device = cache.to(device), torch.empty(0, device=device).device
+            self._changes += 1
+
     def offload(self) -> None:
-        """Nothing: the cache is in CPU memory."""
+        """Nothing: the cache is small, and where its layer is."""
 
     def prefetch(self) -> None:
         """Nothing: attention runs where the cache is."""
@@ -436,7 +453,8 @@ class PolarLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             held = self._columns.columns_of_tokens(mask[..., :length], len(k))
             new = mask[..., length : length + k.shape[2]]
         elif padding is not None:
-            new = torch.arange(k.shape[2]) >= torch.tensor(padding)[:, None, None, None]
+            first = torch.tensor(padding, device=k.device)[:, None, None, None]
+            new = torch.arange(k.shape[2], device=k.device) >= first
         return attend_chunk(self._cache, q, k, v, held, new, scale, softcap)
 
     def _handles(self, k: Tensor | None, v: Tensor | None) -> tuple[Handle, Handle]:
@@ -444,6 +462,6 @@ class PolarLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         batch, heads, k_dim, v_dim = self._held
         shape, pair = (batch, heads, self.get_seq_length()), HandlePair(self, self._changes)
         return (
-            Handle(pair, 0, (*shape, k_dim), self._dtypes[0], k),
-            Handle(pair, 1, (*shape, v_dim), self._dtypes[1], v),
+            Handle(pair, 0, (*shape, k_dim), self._dtypes[0], self._device, k),
+            Handle(pair, 1, (*shape, v_dim), self._dtypes[1], self._device, v),
         )

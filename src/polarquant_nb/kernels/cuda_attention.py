@@ -243,7 +243,8 @@ def make_attend(
 
         Block x is a row's group of queries, block y a range.  ``queries`` are rotated and scaled,
         rows, queries, coordinates; ``lengths`` are tokens of rows.  With ``causal`` the queries are
-        the last ``q_len`` tokens.  For each item and query: a vector, and what it merges by.
+        the last ``q_len`` of these and of ``causal - 1`` tokens after them.  For each item and
+        query: a vector, and what it merges by.
         """
         Q = cuda.shared.array(QUERIES, float32, alignment=ALIGNMENT)
         k_table = cuda.shared.array(K_TABLE, float32, alignment=ALIGNMENT)
@@ -305,7 +306,7 @@ def make_attend(
                     query, token = first_query + g, page * PAGE + chunk + t
                     limit = seq_len
                     if causal:
-                        limit = seq_len - q_len + query % q_len + 1
+                        limit = seq_len - q_len + query % q_len + causal
                     seen = query < per_row and token < min(limit, seq_len)
                     head = row % kv_heads * (per_row // q_len) + query // q_len
                     place = (row // kv_heads * batch_stride + head * head_stride

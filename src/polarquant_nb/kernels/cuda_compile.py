@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 from polarquant_nb.kernels.cuda_attention import make_attend, make_merge, make_rotate
 from polarquant_nb.kernels.cuda_bias import make_bias
 from polarquant_nb.kernels.cuda_codec import THREADS, make_decode, make_encode
+from polarquant_nb.kernels.cuda_exact import EXACT_THREADS, make_exact
 from polarquant_nb.kernels.jit import Program
 
 __all__ = [
@@ -45,9 +46,10 @@ ARGUMENTS = {
     "bias": "EFFFFfiiiiiiiillll",
     "attend": "FUIFUIFIFFFFiiiiifiiilllli",
     "merge": "FFFEFFUFFiiiii",
+    "exact": "EEEIFFEFiiiiffilll",
 }
 
-BARE = ("rotate", "bias", "merge")
+BARE = ("rotate", "bias", "merge", "exact")
 """Kernels that do not depend on the bits; see :func:`program_of`."""
 
 
@@ -57,14 +59,14 @@ class KernelSpec:
 
     Parameters
     ----------
-    name : {'encode', 'decode', 'rotate', 'bias', 'attend', 'merge'}
+    name : {'encode', 'decode', 'rotate', 'bias', 'attend', 'merge', 'exact'}
         Which kernel.
     program : Program
-        Format; of the keys for 'attend'.
+        Format; of the keys for 'attend' and 'exact'.
     element : {'float32', 'float16', 'bfloat16'}
         What vectors outside of pages are; 'attend' sees none.
     values : Program, optional
-        Format of the values, for 'attend'.
+        Format of the values, for 'attend' and 'exact'.
     group : int
         Queries that share a walk, for 'bias', 'attend' and 'merge'.
     threads : int
@@ -84,8 +86,11 @@ class KernelSpec:
 
         ptxas finds by itself what most kernels need.  Encoders that make offsets it squeezes too
         much, and spills, unless it is told that four blocks are enough: 128 registers a thread.
-        Columns of many coordinates and codes of 6 bits take more.
+        Columns of many coordinates and codes of 6 bits take more.  Of the 256 threads for exact
+        tokens, two blocks are as many registers.
         """
+        if self.name == "exact":
+            return self.threads, 2
         if self.name != "encode" or self.program.offset is None:
             return (self.threads,)
         roomy = self.program.head_dim > 128 or max(self.program.level_bits) > 5
@@ -104,6 +109,8 @@ class KernelSpec:
         if self.name == "merge":
             return make_merge(self.program, self.element, self.group, self.threads)
         assert self.values is not None
+        if self.name == "exact":
+            return make_exact(self.program, self.values, self.element, self.threads)
         return make_attend(self.program, self.values, self.group, self.threads)
 
 
@@ -277,14 +284,14 @@ def preset_kernels(
             ),
             KernelSpec("rotate", keys, "bfloat16"),
             *(KernelSpec("bias", keys, "bfloat16", group=g) for g in groups),
+            KernelSpec("exact", keys, "bfloat16", values, threads=EXACT_THREADS),
             *(KernelSpec("attend", keys, values=values, group=g) for g in groups),
             *(KernelSpec("merge", values, "bfloat16", group=g) for g in groups),
         ]
         for spec in specs:
             if spec.name in BARE:
-                spec = KernelSpec(
-                    spec.name, program_of(pair.values, bare=True), spec.element, group=spec.group
-                )
+                bare = program_of(pair.values, bare=True)
+                spec = replace(spec, program=bare, values=spec.values and bare)
             if spec not in seen:
                 seen.add(spec)
                 yield _title(spec, name), spec
@@ -316,7 +323,7 @@ def program_of(fmt: Any, analytic: bool = True, *, bare: bool = False) -> Progra
 def _title(spec: KernelSpec, name: str) -> str:
     bits = ",".join(map(str, spec.program.level_bits))
     if spec.name in BARE:
-        return f"{spec.name}{f', group {spec.group}' if spec.name != 'rotate' else ''}"
+        return f"{spec.name}{f', group {spec.group}' if spec.name in ('bias', 'merge') else ''}"
     if spec.name == "attend":
         return f"attend {name}, group {spec.group}"
     return f"{spec.name} {bits}{' with offset' if spec.program.offset else ''}"

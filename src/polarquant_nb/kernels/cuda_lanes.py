@@ -171,7 +171,7 @@ class SimulatedLanes(ArrayLanes):
     def put(self, array: Any, index: Index, value: Vector) -> None:
         array[index] = value
 
-    def smaller(self, a: Index, b: int) -> Index:
+    def smaller(self, a: Index, b: Index) -> Index:
         return min(a, b)
 
     def divided(self, a: Index, divisor: int) -> tuple[Index, Index]:
@@ -356,9 +356,10 @@ class ThreadLanes:
         element = self.b.load(self._address(array, i))
         return _Index(self.b, element if element.type == _I64 else self.b.zext(element, _I64))
 
-    def smaller(self, a: Index, b: int) -> Index:
+    def smaller(self, a: Index, b: Index) -> Index:
         """The smaller of two indices."""
-        return _Index(self.b, self.b.select(self._below(a, b), a.value, _I64(b)))
+        other = b.value if isinstance(b, _Index) else _I64(b)
+        return _Index(self.b, self.b.select(self._below(a, b), a.value, other))
 
     def divided(self, a: Index, divisor: int) -> tuple[Index, Index]:
         """Quotient and remainder of an index below 2^31."""

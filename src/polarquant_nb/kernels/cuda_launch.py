@@ -101,6 +101,8 @@ class SimulatedKernel:
 
     def launch(self, grid: tuple[int, int], stream: int, *arguments: Any) -> None:
         """Run, at once."""
+        from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
+
         if not (grid[0] and grid[1]):
             return
         plain: list[Any] = []
@@ -111,7 +113,8 @@ class SimulatedKernel:
                 array = argument.reshape(-1)
                 if letter in "UE" and array.dtype in (np.int32, np.int16):
                     array = array.view(f"u{array.itemsize}")
-                plain.append(array if array.size else np.zeros(1, array.dtype))
+                # what is in device memory is not copied there and back: an array may span others
+                plain.append(FakeCUDAArray(array if array.size else np.zeros(1, array.dtype)))
         self.kernel[grid, self.threads](*plain)
 
 
