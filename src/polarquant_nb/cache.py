@@ -422,7 +422,7 @@ class KVCache:
 
         Parameters
         ----------
-        q : ndarray or torch.Tensor (CPU), shape ``(batch, num_heads, 1, head_dim)``
+        q : ndarray or torch.Tensor, shape ``(batch, num_heads, 1, head_dim)``
             Queries of the token; see :meth:`attend`.
         k : likewise, shape ``(batch, num_kv_heads, 1, head_dim)``
             Keys; see :meth:`append`.
@@ -451,18 +451,22 @@ class KVCache:
             self._step = step
             return out
         # whatever is wrong has to be found before anything is appended
-        (keys, _), (elements, kind) = open_elements(k, "k"), open_elements(q, "q")
-        for name, shape in (("k", keys.shape), ("q", elements.shape)):
-            if len(shape) != 4 or shape[2] != 1:
+        (keys, k_kind), (queries, q_kind) = open_tokens(k, "k"), open_tokens(q, "q")
+        for name, x in (("k", keys), ("q", queries)):
+            if len(x.shape) != 4 or x.shape[2] != 1:
                 raise ValueError(
-                    f"{name} has shape {shape}; step takes one token: (…, 1, head_dim)"
+                    f"{name} has shape {tuple(x.shape)}; step takes one token: (batch, heads, 1, "
+                    "head_dim)"
                 )
-        check_query_shape(elements.shape, keys.shape, "k")
+        if q_kind.device != k_kind.device:
+            raise ValueError(f"q is on {q_kind.place}; k is on {k_kind.place}: move it there")
+        num_heads = queries.shape[1]
+        check_query_shape(tuple(queries.shape), tuple(keys.shape), "k")
         self.append(k, v, q=q)
         out = self.attend(q, scale=scale, softcap=softcap)
         state = self._opened()
-        if DecodeStep.is_possible(state, elements.shape[1]) and kind.family == state.kind.family:
-            self._step = DecodeStep(state, elements.shape[1], kind, logits)
+        if DecodeStep.is_possible(state, num_heads) and q_kind.family == k_kind.family:
+            self._step = DecodeStep(state, num_heads, q_kind, logits)
         return out
 
     def decode(self) -> tuple[Any, Any]:

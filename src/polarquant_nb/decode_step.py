@@ -78,12 +78,13 @@ class DecodeStep:
         Returns
         -------
         bool
-            False if there is no room for a token before the next page or buffer, keys have a rotary
-            bias, are not fitted yet or float64, heads do not fill groups, or the buffer is not
-            contiguous.
+            False on a GPU; and if there is no room for a token before the next page or buffer, keys
+            have a rotary bias, are not fitted yet or float64, heads do not fill groups, or the
+            buffer is not contiguous.
         """
         return (
-            _room(state) > 0
+            state.kind.device is None
+            and _room(state) > 0
             and state.keys.table.rows.rotary_bias is None
             and (state.fitting is None or all(state.fitting.fixed))
             and state.kind.dtype != "float64"
