@@ -10,8 +10,10 @@ from polarquant_nb import gpu_arrays, gpu_status
 def gpu_tensors(monkeypatch):
     """Every tensor is on a GPU; NumPy arrays are not."""
     monkeypatch.setattr(gpu_arrays, "_is_cuda", lambda tensor: True)
-    monkeypatch.setattr(gpu_status, "missing", lambda: None)
-    monkeypatch.setattr(gpu_status, "_shadowed", lambda: None)
+    for name in ("missing", "_shadowed", "_old_driver"):
+        monkeypatch.setattr(gpu_status, name, lambda: None)
+    yield
+    gpu_status.check.cache_clear()  # what it remembers was not true
 
 
 @pytest.fixture

@@ -516,12 +516,33 @@ def test_what_is_on_another_device_is_named():
         cache.append(x.repeat(2, 1, 1, 1), x)
 
 
-def test_a_preconditioner_is_refused():
-    scales = np.ones((1, 16), np.float32)
-    cache = pq.KVCache("balanced", head_dim=16, preconditioner=pq.Preconditioner(scales))
+@pytest.mark.parametrize("has_bias", [False, True], ids=["scales", "scales and bias"])
+@pytest.mark.parametrize("shape", [(2, 16), (2, 2, 16)], ids=["shared", "of each row"])
+def test_a_preconditioner(shape, has_bias):
+    """Positions of a bias count from each row's first token, sinks included."""
+    rng = np.random.default_rng(7)
+    bias = pq.RotaryBias(3 * rng.standard_normal(shape), np.geomspace(1, 1e-2, 8))
+    scales = np.exp2(rng.integers(-1, 2, shape)).astype(np.float32)
+    preconditioner = pq.Preconditioner(scales, bias if has_bias else None)
+    twins = Twins(batch=2, heads=2, sink=1, recent=2, preconditioner=preconditioner)
+    twins.append(140, [0, 9]).check().attend(group=2).attend(q_len=3)
+    twins.both(lambda cache: cache.select([1, 1])).append(1).check().attend(group=3)
+    twins.both(lambda cache: cache.crop(60)).append(90).check().attend()
+
+
+def test_a_key_that_scales_make_too_long_is_refused():
+    preconditioner = pq.Preconditioner(np.full((1, 16), 4.0))
+    cache = pq.KVCache("balanced", head_dim=16, preconditioner=preconditioner)
+    x = torch.full((1, 1, 130, 16), 5000.0)
+    cache.append(x[:, :, :1], x[:, :, :1] / 9)
+    with pytest.raises(ValueError, match=r"k .*has norm 2e\+04.*with this preconditioner"):
+        cache.append(x, x / 9)
+    assert cache.seq_len == 1
+
+
+def test_an_online_preconditioner_is_refused():
+    cache = pq.KVCache("balanced", head_dim=16, preconditioner=pq.OnlinePreconditioner())
     x = torch.ones(1, 1, 3, 16)
-    with pytest.raises(ValueError, match="preconditioner is given, but the cache is on a GPU"):
+    with pytest.raises(ValueError, match="OnlinePreconditioner, which is fitted on the CPU only"):
         cache.append(x, x)
-    cache.append(x.numpy(), x.numpy())
-    with pytest.raises(ValueError, match="preconditioner is given, but the cache is on a GPU"):
-        cache.to("cpu")
+    assert cache.seq_len == 0

@@ -160,12 +160,14 @@ class CacheState:
         Raises
         ------
         ValueError
-            If there is a preconditioner that does not fit, or for arrays on a GPU any.
+            If there is a preconditioner that does not fit, or for arrays on a GPU one that is to be
+            fitted.
         """
         formats, preconditioner, fitting = settings.formats, None, None
-        if settings.preconditioner is not None and kind.device is not None:
+        if isinstance(settings.preconditioner, OnlinePreconditioner) and kind.device is not None:
             raise ValueError(
-                "preconditioner is given, but the cache is on a GPU, where there is none yet"
+                "preconditioner is an OnlinePreconditioner, which is fitted on the CPU only; k is "
+                f"on {kind.place}: give a Preconditioner, or a calibration"
             )
         if settings.preconditioner is not None:
             preconditioner = settings.initial(batch, num_kv_heads)

@@ -49,28 +49,30 @@ def check_storable(state: CacheState, k: Tensor, v: Tensor, padding: Sequence[in
 
     if k.shape[2] < PAGE and not state.makes_pages(k.shape[2], padding):
         return
-    sides = (("k", k, state.keys), ("v", v, state.values))
-    parts = [x[rows, :, padded:] for _, x, _ in sides for rows, (padded,) in runs(padding)]
-    parts += [store.exact[rows, :, :n] for _, _, store in sides for rows, (n,) in runs(state.exact)]
-    bad = [_too_long(part) for part in parts if part.numel()]
+    sides = (("k", k, state.keys, state.longest_key), ("v", v, state.values, storable.MAX_NORM))
+    bad = []
+    for _, x, store, longest in sides:
+        parts = [x[rows, :, padded:] for rows, (padded,) in runs(padding)]
+        parts += [store.exact[rows, :, :n] for rows, (n,) in runs(state.exact)]
+        bad += [_too_long(part, longest) for part in parts if part.numel()]
     if not bad or not bool(torch.stack(bad).any()):
         return
-    for name, x, store in sides:
+    for name, x, store, longest in sides:
         kind = ArrayKind("torch", state.kind.dtype)
-        storable.check_storable(store.memory.fetch(x), kind, name, padding)
+        storable.check_storable(store.memory.fetch(x), kind, name, padding, longest)
         for rows, (n,) in runs(state.exact):
             held = store.memory.fetch(store.exact[rows, :, :n])
             what = f"{name} of an earlier append, among the exact tokens of rows from {rows.start},"
-            storable.check_storable(held, kind, what, [0] * len(held))
+            storable.check_storable(held, kind, what, [0] * len(held), longest)
 
 
-def _too_long(x: Tensor) -> Tensor:
+def _too_long(x: Tensor, longest: float) -> Tensor:
     """Whether a vector cannot be stored: 0-d."""
     import torch
 
     wide = x.float() if x.element_size() == 8 else x
     norms = torch.linalg.vector_norm(wide, dim=-1, dtype=torch.float32)
-    return ~(norms.amax() <= storable.MAX_NORM)  # NaN compares as False
+    return ~(norms.amax() <= longest)  # NaN compares as False
 
 
 def attend(

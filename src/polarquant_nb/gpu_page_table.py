@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from polarquant_nb.arrays import ArrayKind
 from polarquant_nb.gpu_codec import DeviceRows, copied, decode_rows, encode_rows, launcher
+from polarquant_nb.gpu_preconditioning import subtract_bias
 from polarquant_nb.layout import PAGE
 from polarquant_nb.page_table import PageTable, span
 
@@ -43,7 +44,7 @@ class DeviceTable(PageTable):
         lengths = np.repeat(np.array(self.lengths, np.int64), self.num_kv_heads)
         return DeviceRows(
             self.format, self.codebooks, words, starts, copied(lengths, self.device),
-            min(self.lengths, default=0),
+            min(self.lengths, default=0), {}, self.preconditioner, self.first_position,
         )  # fmt: skip
 
     def encode(self, rows: slice, first: int, x: Tensor, kind: ArrayKind) -> list[list[Tensor]]:
@@ -55,7 +56,7 @@ class DeviceTable(PageTable):
         with torch.inference_mode(False):  # as caches go on outside of it
             blocks = [[torch.empty(shape, **options) for _ in range(x.shape[2] // PAGE)] for _ in x]
         words, starts = self._found(self._addresses(blocks), blocks)
-        encode_rows(x, self.format, self.codebooks, words, starts.reshape(-1))
+        self._encode(rows, first, x, kind, words, starts)
         return blocks
 
     def fill(self, rows: slice, x: Tensor, kind: ArrayKind) -> list[Tensor]:
@@ -74,7 +75,8 @@ class DeviceTable(PageTable):
         page[:, :, first:] = x
         page[:, :, :first] = x[:, :, :1]
         starts = torch.arange(new.numel() // page_words, device=x.device) * page_words
-        encode_rows(page, self.format, self.codebooks, new.view(-1), starts, frozen=True)
+        page_start = self.lengths[rows.start] - first
+        self._encode(rows, page_start, page, kind, new.view(-1), starts, frozen=True)
         source, target = self._words(new), self._words(old)
         self.format.layout.copy_lanes(source, target, first)
         return list(map(self._block, target))
@@ -90,8 +92,24 @@ class DeviceTable(PageTable):
         shape = len(self.lengths[rows]), self.num_kv_heads, self.lengths[rows][0]
         x = torch.empty((*shape, self.format.head_dim), dtype=dtype, device=self.device)
         heads = slice(rows.start * self.num_kv_heads, rows.stop * self.num_kv_heads)
-        decode_rows(replace(self.rows, starts=self.rows.starts[heads]), 0, shape[2], x)
+        part, here = self.rows, self.preconditioner
+        if here is not None:
+            here = here.of_rows(len(part.starts), heads)
+        part = replace(part, starts=part.starts[heads], preconditioner=here)
+        decode_rows(part, 0, shape[2], x)
         return x
+
+    def _encode(
+        self, rows: slice, first: int, x: Tensor, kind: ArrayKind, words: Tensor, starts: Tensor,
+        *, frozen: bool = False,
+    ) -> None:  # fmt: skip
+        here = self.preconditioner
+        if here is not None and len(here.shape) == 3:
+            here = here.select(range(rows.start, rows.stop))
+        x = subtract_bias(x, here, self.first_position + first)
+        encode_rows(
+            x, self.format, self.codebooks, words, starts.reshape(-1), here, frozen=frozen
+        )  # fmt: skip
 
     # ---- blocks in memory ------------------------------------------------------------------------
 
