@@ -147,6 +147,12 @@ def run(
         check_writable(png, json)
     except (OSError, ValueError) as error:
         raise BenchError(str(error)) from error
+    if device == "cpu" and (only is None or "prefill" in only) and _blas_threads() > threads:
+        raise BenchError(
+            f"threads is {threads}, but NumPy multiplies the matrices of prefill with "
+            f"{_blas_threads()}: set the environment variable OMP_NUM_THREADS={threads}, or leave "
+            "prefill out by --only encode --only decode"
+        )
     require("torch", *(["matplotlib"] if png else []))
     place = _place(device)
     measured = list(dict.fromkeys(stage.split()[0] for stage in place.stages))
@@ -157,12 +163,6 @@ def run(
                 f"only has {name!r}, which is not measured on device {device!r}; there is "
                 f"{', '.join(measured)}"
             )
-    if device == "cpu" and "prefill" in only and _blas_threads() > threads:
-        raise BenchError(
-            f"threads is {threads}, but NumPy multiplies the matrices of prefill with "
-            f"{_blas_threads()}: set the environment variable OMP_NUM_THREADS={threads}, or leave "
-            "prefill out by --only encode --only decode"
-        )
     from polarquant_nb import info
 
     stages = [stage for stage in place.stages if stage.split()[0] in only]
