@@ -95,6 +95,7 @@ def test_what_was_fitted_stays_fixed():
 @pytest.mark.parametrize("cuts", [pytest.param((100,), marks=compiled), (100, 300)])
 @pytest.mark.parametrize("inv_freq", [None, INV_FREQ])
 def test_copies_and_files_go_on_alike(tmp_path, cuts, inv_freq):
+    pytest.importorskip("safetensors")
     q, k, v = outliers()
     cache = pq.KVCache(PAIR, preconditioner=pq.OnlinePreconditioner(inv_freq=inv_freq))
     for first, stop in zip((0, *cuts), cuts, strict=False):
