@@ -86,15 +86,15 @@ class KernelSpec:
 
         ptxas finds by itself what most kernels need.  Encoders that make offsets it squeezes too
         much, and spills, unless it is told that four blocks are enough: 128 registers a thread.
-        Columns of many coordinates and codes of 6 bits take more.  Of the 256 threads for exact
-        tokens, two blocks are as many registers.
+        Columns of many coordinates and codes of 6 bits take more, and so does attention to long
+        columns.  Of the 256 threads for exact tokens, two blocks are as many registers.
         """
-        if self.name == "exact":
+        is_long = self.program.head_dim > 128
+        if self.name == "exact" or (self.name == "attend" and is_long):
             return self.threads, 2
         if self.name != "encode" or self.program.offset is None:
             return (self.threads,)
-        roomy = self.program.head_dim > 128 or max(self.program.level_bits) > 5
-        return self.threads, 2 if roomy else 4
+        return self.threads, 2 if is_long or max(self.program.level_bits) > 5 else 4
 
     def make(self) -> Callable[..., Any]:
         """The kernel: a function to compile, or the simulator's."""
