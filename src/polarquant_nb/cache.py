@@ -441,7 +441,7 @@ class KVCache:
         TypeError
             As :meth:`append` and :meth:`attend`.
         ValueError
-            Likewise.  The cache is as it was, unless only ``q``, ``scale`` or ``softcap`` is wrong.
+            Likewise.
         """
         logits = open_logits(scale, softcap, self.formats.keys.head_dim)
         step = self._step
@@ -517,7 +517,7 @@ class KVCache:
         ImportError
             If kernels cannot run there.
         ValueError
-            If it is another device, or there is a preconditioner and it is not the CPU.
+            If it is another device, or a GPU and there is an OnlinePreconditioner.
         """
         place, state = gpu_of(device), self._state
         if state is None or state.kind.device == place:

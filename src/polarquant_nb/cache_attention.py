@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from polarquant_nb.codec import element_kind
 from polarquant_nb.exact_attention import attend_exact, merge
 from polarquant_nb.kernels.exact_cpu import add_exact
 from polarquant_nb.kernels.jit import bound
-from polarquant_nb.packed_attention import Problem, attend_packed
+from polarquant_nb.packed_attention import Problem, attend_packed, every_token
 from polarquant_nb.queries import Logits, Queries, bias_of
 
 __all__ = ["attend"]
@@ -115,12 +115,6 @@ def _attend_exact(
     return out, lse
 
 
-@lru_cache(maxsize=4)  # nearly always the shape of the call before
-def _everything(shape: tuple[int, ...]) -> npt.NDArray[np.int64]:
-    """Queries that see every token, however many there are."""
-    return np.full(shape, np.iinfo(np.int64).max)
-
-
 def _columns(
     mask: FloatArray, rows: slice, columns: npt.NDArray[np.int64], seq_len: int
 ) -> FloatArray:
@@ -140,7 +134,7 @@ def _attend_packed(
         bias = bias_of(mask, queries, seq_len, seq_len - np.array(after_sinks))
     shape = batch, num_kv_heads, group, q_len
     if min(state.exact) >= state.settings.sink + q_len:  # all pages are in the past
-        visible = _everything(shape)
+        visible = every_token(rows, n).reshape(shape)
     else:
         visible = np.empty(shape, np.int64)
         visible[:] = np.array(after_sinks)[:, None, None, None] + np.arange(1 - q_len, 1)

@@ -14,11 +14,10 @@ import numpy.typing as npt
 from polarquant_nb.arrays import ArrayKind, widen
 from polarquant_nb.codebooks import Codebooks
 from polarquant_nb.formats import FormatPair, integer
-from polarquant_nb.layout import PAGE
 from polarquant_nb.online import Fitting, OnlinePreconditioner
 from polarquant_nb.preconditioning import Preconditioner
 from polarquant_nb.storable import MAX_NORM
-from polarquant_nb.token_store import Placement, TokenStore
+from polarquant_nb.token_store import Placement, TokenStore, most_exact
 
 __all__ = ["CacheState", "Settings", "runs"]
 
@@ -110,7 +109,7 @@ class Settings:
     @property
     def capacity(self) -> int:
         """Most exact tokens of a row."""
-        most = self.sink + self.recent + PAGE - 1
+        most = most_exact(0, self.sink, self.recent)
         online = self.preconditioner
         if isinstance(online, OnlinePreconditioner):
             return max(most, online.min_tokens - 1)

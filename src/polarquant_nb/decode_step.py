@@ -17,11 +17,11 @@ from polarquant_nb.cache_state import CacheState
 from polarquant_nb.codec import element_kind
 from polarquant_nb.kernels.call_list import Call, CallList, Phase
 from polarquant_nb.kernels.exact_cpu import add_exact, start_empty, store_token
-from polarquant_nb.layout import PAGE
 from polarquant_nb.packed_attention import PAGES_PER_HELPER, FusedAttention, fills_groups
 from polarquant_nb.queries import Logits
 from polarquant_nb.storable import MAX_NORM, check_storable
 from polarquant_nb.threads import get_num_threads
+from polarquant_nb.token_store import most_exact
 
 __all__ = ["DecodeStep"]
 
@@ -231,7 +231,7 @@ def _room(state: CacheState) -> int:
     """Tokens until a row has a new page, or the buffer is full."""
     sink, recent = state.settings.sink, state.settings.recent
     rooms = [
-        min(sink + recent + (-packed % PAGE or PAGE) - 1, state.keys.exact.shape[2]) - exact
+        min(most_exact(packed, sink, recent), state.keys.exact.shape[2]) - exact
         for exact, packed in zip(state.exact, state.packed, strict=True)
     ]
     return min(rooms, default=0)

@@ -23,7 +23,15 @@ from polarquant_nb.preconditioning import RotaryBias
 from polarquant_nb.rows import PackedRows
 from polarquant_nb.threads import get_num_threads, run_ranges
 
-__all__ = ["PAGES_PER_HELPER", "Bias", "FusedAttention", "Problem", "attend_packed", "fills_groups"]
+__all__ = [
+    "PAGES_PER_HELPER",
+    "Bias",
+    "FusedAttention",
+    "Problem",
+    "attend_packed",
+    "every_token",
+    "fills_groups",
+]
 
 _MAX_GROUP = 8
 """Most queries that share a walk: their sums have to stay in registers."""
@@ -127,7 +135,7 @@ def attend_packed(problem: Problem) -> tuple[FloatArray, FloatArray]:
     if rotary is not None:
         problem = replace(problem, bias=_with_rotary(problem, rotary))
     fused = FusedAttention(problem.keys, problem.values, n)
-    return fused(problem.queries, problem.scale, problem.softcap, problem.bias, problem.visible)
+    return fused(problem)
 
 
 def _with_rotary(problem: Problem, rotary: RotaryBias) -> Bias:
@@ -219,24 +227,13 @@ class FusedAttention:
         )  # fmt: skip
         self._of_sums = v.program, v.codec, shape, v.sizes, v_tables
 
-    def __call__(
-        self,
-        queries: FloatArray,
-        scale: float,
-        softcap: float,
-        bias: Bias | None = None,
-        visible: npt.NDArray[np.int64] | None = None,
-    ) -> tuple[FloatArray, FloatArray]:
+    def __call__(self, problem: Problem) -> tuple[FloatArray, FloatArray]:
         """Attention; arguments are not checked.
 
         Parameters
         ----------
-        queries : array of float32, shape ``(rows, n, head_dim)``
-            Contiguous.
-        scale, softcap, bias
-            See :class:`Problem`.
-        visible : array of int64, shape ``(rows, n)``, optional
-            As there; by default all tokens.
+        problem : Problem
+            With these keys and values.
 
         Returns
         -------
@@ -246,8 +243,8 @@ class FusedAttention:
             Likewise.
         """
         (rows, padded, _), n = self._out_shape, self._n
-        bias = bias or _no_bias(rows, n)
-        base, visible = bias.base, _everything(rows, n) if visible is None else visible
+        queries, visible, bias = problem.queries, problem.visible, problem.bias or _no_bias(rows, n)
+        base = bias.base
         if padded > n:
             extra = ((0, 0), (0, padded - n))
             queries = np.pad(queries, (*extra, (0, 0)))
@@ -257,7 +254,10 @@ class FusedAttention:
         out, lse = np.empty(self._out_shape, np.float32), np.empty((rows, padded), np.float32)
 
         def attend(first: int, last: int) -> None:
-            for call in self._attending(queries, scale, softcap, bias, visible, sums, first, last):
+            calls = self._attending(
+                queries, problem.scale, problem.softcap, bias, visible, sums, first, last
+            )
+            for call in calls:
                 call()
 
         run_ranges(attend, self._items, max(1, self._items // self._threads))
@@ -273,8 +273,10 @@ class FusedAttention:
 
         Parameters
         ----------
-        queries, scale, softcap
-            As above; see :func:`fills_groups`.
+        queries : array of float32, shape ``(rows, n, head_dim)``
+            Contiguous; see :func:`fills_groups`.
+        scale, softcap
+            See :class:`Problem`.
         out, lse : arrays of float32, shapes ``(rows, n, value_head_dim)``, ``(rows, n)``
             What to write to.
 
@@ -284,7 +286,7 @@ class FusedAttention:
             To run one after the other.
         """
         rows, n, _ = queries.shape
-        sums, visible, bias = self._sums(), _everything(rows, n), _no_bias(rows, n)
+        sums, visible, bias = self._sums(), every_token(rows, n), _no_bias(rows, n)
         # with threads to help, each item is a list: whoever has time takes the next
         step = self._items if self._threads == 1 else 1
         attending = [
@@ -361,9 +363,9 @@ def _no_bias(rows: int, n: int) -> Bias:
     return Bias(np.empty(0, np.float32), np.zeros((rows, n), np.int64), 0)
 
 
-@lru_cache(maxsize=4)
-def _everything(rows: int, n: int) -> npt.NDArray[np.int64]:
-    """Queries that see every token, however many there are."""
+@lru_cache(maxsize=4)  # nearly always the numbers of the call before
+def every_token(rows: int, n: int) -> npt.NDArray[np.int64]:
+    """What queries see that see every token, however many there are: ``Problem.visible``."""
     return np.full((rows, n), np.iinfo(np.int64).max)
 
 

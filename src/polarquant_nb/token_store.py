@@ -21,7 +21,7 @@ from polarquant_nb.memory import Memory, memory_of
 from polarquant_nb.page_table import Block, PageTable
 from polarquant_nb.preconditioning import Preconditioner
 
-__all__ = ["Placement", "TokenStore"]
+__all__ = ["Placement", "TokenStore", "most_exact"]
 
 Array = npt.NDArray[Any]
 
@@ -83,7 +83,7 @@ class Placement(NamedTuple):
         sinks = max(0, min(new, sink - exact))
         held = max(0, exact - sink)
         free = -packed % PAGE
-        spare = held + new - sinks - recent - (free or PAGE)
+        spare = exact + new - 1 - most_exact(packed, sink, recent)
         moved = (free or PAGE) + spare // PAGE * PAGE if spare >= 0 else 0
         return Placement(rows, new, exact, packed, sink, sinks, held, free, moved)
 
@@ -91,6 +91,24 @@ class Placement(NamedTuple):
     def exact_after(self) -> int:
         """Tokens that each row holds exact then."""
         return self.exact + self.new - self.moved
+
+
+def most_exact(packed: int, sink: int, recent: int) -> int:
+    """Most tokens of a row that are exact before some go to a page.
+
+    Parameters
+    ----------
+    packed : int
+        Tokens of the row in pages.
+    sink, recent : int
+        Of the cache.
+
+    Returns
+    -------
+    int
+        One token less than fills the next page, or what is free of the last one.
+    """
+    return sink + recent + (-packed % PAGE or PAGE) - 1
 
 
 @dataclass(frozen=True, eq=False)

@@ -248,8 +248,6 @@ class PolarLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             None if a query may attend to a token after it: codes cannot do that, and nothing has
             been appended.
         """
-        if mask is None and sinks is None and self._is_step:
-            return self._step(q, scale, softcap)
         padding = self._padding(mask)
         columns = self._columns
         if self._waiting is not None:
@@ -260,7 +258,7 @@ class PolarLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if not is_causal:
             return None
         if shown is None and padding is None and sinks is None and self._is_step:
-            return self._step(q, scale, softcap)
+            return self._step(q, scale, softcap, columns)
         if self._waiting is not None and self._is_long:
             out, lse = self._attend_before_append(
                 q, None if shown is None else mask, padding, scale, softcap
@@ -419,13 +417,15 @@ class PolarLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         waiting = self._waiting
         return waiting is not None and waiting[0].shape[2] == 1 and self._cache is not None
 
-    def _step(self, q: Tensor, scale: float | None, softcap: float | None) -> Tensor:
+    def _step(
+        self, q: Tensor, scale: float | None, softcap: float | None, columns: Columns
+    ) -> Tensor:
         """Append a token, and attend to all of its row: what most calls do."""
         assert self._cache is not None
         assert self._waiting is not None
         (k, v), self._waiting = self._waiting, None
         out: Tensor = self._cache.step(q, k, v, scale=scale, softcap=softcap)
-        self._columns = self._columns.appended(1, None)
+        self._columns = columns
         self.counts.coded += 1
         return out
 
