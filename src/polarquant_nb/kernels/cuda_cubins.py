@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from polarquant_nb.kernels.cuda_compile import KernelSpec, compile_cubin
+from polarquant_nb.kernels.sources import source_digest
 from polarquant_nb.outputs import write_atomically
 from polarquant_nb.places import cuda_cache_dir
 
@@ -96,18 +97,8 @@ def _make_room(directory: Path) -> None:
 
 
 def _key(spec: KernelSpec, capability: tuple[int, int]) -> str:
-    parts = repr((spec, capability, _sources(), _compilers()))
+    parts = repr((spec, capability, source_digest(), _compilers()))
     return hashlib.sha256(parts.encode()).hexdigest()[:32]
-
-
-@cache
-def _sources() -> str:
-    """Digest of the package's modules: kernels take layouts, codewords and more from others."""
-    here = Path(__file__).parent
-    digest = hashlib.sha256()
-    for path in sorted([*here.glob("*.py"), *here.parent.glob("*.py")]):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 @cache

@@ -10,7 +10,6 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any, Literal
 
 import llvmlite.binding as llvm
@@ -19,6 +18,7 @@ from numba import njit
 from numba.core import config, types
 from numba.extending import NativeValue, models, register_model, typeof_impl, unbox
 
+from polarquant_nb.kernels.sources import source_digest
 from polarquant_nb.layout import PageLayout, plan_page
 
 __all__ = [
@@ -55,12 +55,14 @@ def _name_cache_files_by_content(dispatcher: Any) -> None:
     Numba numbers its files, and an index tells which signature has which number.  Two processes
     that compile for different formats can take the same number; whoever reads the cache after that
     gets one format's code for the other, and silently wrong codes.  A name made of everything that
-    decides the code cannot be taken twice, and needs no index.
+    decides the code cannot be taken twice, and needs no index.  Nor is it out of date: Numba knows
+    the time of one file, and kernels are made of many.
     """
     file = dispatcher._cache._cache_file
+    sources = source_digest()  # now: what is imported, not what an editor has written since
 
     def name(key: object) -> str:
-        content = repr((file._version, file._source_stamp, key)).encode()
+        content = repr((file._version, sources, key)).encode()
         base = file._index_name.removesuffix(".nbi")
         return f"{base}.{hashlib.sha256(content).hexdigest()[:32]}.nbc"
 
@@ -128,15 +130,6 @@ def cpu_isa() -> ISA:
     if {"+avx512f", "+avx512vl", "+avx512dq", "+avx512bw"} <= features:
         return "avx512"
     return "avx2" if {"+avx2", "+fma"} <= features else "portable"
-
-
-@cache
-def _source_fingerprint() -> str:
-    """Changes when a kernel module does: Numba's disk cache watches one file only."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -237,7 +230,7 @@ class ProgramType(types.Type):
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        super().__init__(name=f"{program!r}/{_source_fingerprint()}")
+        super().__init__(name=repr(program))
 
 
 @typeof_impl.register(Program)
