@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -348,11 +349,26 @@ def test_frontier_joins_families_and_shows_what_none_beats(quality):
     np.testing.assert_allclose(coarse[:, 1], [0.08, 0.12])
     (steps,) = (line for line in ax.lines if line.get_drawstyle() == "steps-post")
     np.testing.assert_array_equal(steps.get_data(), [[2, 4], [0.1, 0.01]])
-    assert [text.get_text() for text in ax.texts] == ["coarse", "fine", ""]
+    assert [text.get_text() for text in ax.texts] == ["coarse", "fine"]
     assert ax.get_yscale() == "log"
     assert "bits" in ax.get_xlabel()
     assert "nats" in ax.get_ylabel()
     assert dict(matplotlib.rcParams) == style
+
+
+def test_names_of_close_contenders_do_not_hide_each_other():
+    """Points at about the same place, in the corner where names would leave the figure, too."""
+    row = {"family": "ours", "kl_stderr": None}
+    places = [(2.5, 1.3), (2.5, 1.0), (4.5, 0.007), (4.52, 0.0062), (4.5, 0.005), (8.5, 1e-5)]
+    rows = [
+        row | {"contender": f"method {i}", "bits_per_value": bits, "kl": kl}
+        for i, (bits, kl) in enumerate(places)
+    ]
+    ax = figure.Figure().subfigures(1, 2)[0].subplots()
+    plot.frontier({"summary": rows}, ax)
+    boxes = [text.get_window_extent() for text in ax.texts]
+    assert len(boxes) == len(places)
+    assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
 
 
 def test_needles_are_drawn_by_length_and_depth(quality):

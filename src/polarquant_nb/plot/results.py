@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from polarquant_nb.plot.style import COLOURS, MARKERS, new_axes, panels
+from polarquant_nb.plot.style import COLOURS, MARKERS, label_points, new_axes, panels
 
 __all__ = ["frontier", "needle", "speed"]
 
@@ -72,6 +72,7 @@ def frontier(results: dict[str, Any], ax: Any = None) -> Any:
         if not best or kl < best[-1][1]:
             best.append((bits, kl))
     ax.step(*zip(*best, strict=True), where="post", color="0.8", linewidth=4, zorder=0)
+    labels: list[tuple[float, float, str]] = []
     for i, family in enumerate(dict.fromkeys(row["family"] for row in rows)):
         found = sorted(
             (row for row in rows if row["family"] == family), key=lambda row: row["bits_per_value"]
@@ -85,13 +86,13 @@ def frontier(results: dict[str, Any], ax: Any = None) -> Any:
             color=COLOURS[i % len(COLOURS)],
             marker=MARKERS[i % len(MARKERS)],
         )
-        for row, x, y in zip(found, bits, kl, strict=True):
-            name = row["contender"].removeprefix(family).strip(", ")
-            ax.annotate(name, (x, y), (4, 4), textcoords="offset points", fontsize="small")
+        names = (row["contender"].removeprefix(family).strip(", ") for row in found)
+        labels += zip(bits, kl, names, strict=True)
     ax.set_yscale("log")
     ax.set_xlabel("bits per number, scales included")
     ax.set_ylabel("KL from the exact cache (nats)")
     ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    label_points(ax, sorted(label for label in labels if label[2]))
     return ax
 
 

@@ -6,16 +6,26 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["COLOURS", "EXPECTED", "MARKERS", "OBSERVED", "angle_axis", "new_axes", "panels"]
+__all__ = [
+    "COLOURS",
+    "EXPECTED",
+    "MARKERS",
+    "OBSERVED",
+    "angle_axis",
+    "label_points",
+    "new_axes",
+    "panels",
+]
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart.
+# Okabe and Ito's palette, which colour-blind readers can tell apart; and grey.
 OBSERVED = "#56B4E9"
 EXPECTED = "#D55E00"
 COLOURS = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442",
+    "#777777",
 )  # fmt: skip
 
-MARKERS = "os^Dv<>PX"  # one more than colours, so that a ninth series looks like none before it
+MARKERS = "os^Dv<>PXp"  # one more than colours, so that a tenth series looks like none before it
 
 
 def new_axes(rows: int, columns: int, size: tuple[float, float]) -> Any:
@@ -83,3 +93,45 @@ def angle_axis(ax: Any, level: int, end: float) -> None:
     ax.set_xlabel("angle (rad)")
     ax.set_xlim(0, end)
     ax.set_xticks(np.linspace(0, end, 3), ["0", "π", "2π"] if level == 1 else ["0", "π/4", "π/2"])
+
+
+def label_points(ax: Any, labels: list[tuple[float, float, str]]) -> None:
+    """Write names next to points, each on the side where it hides the least.
+
+    Parameters
+    ----------
+    ax : Axes
+        With all else on it, and its scales set.
+    labels : list of (x, y, name)
+        In data coordinates.
+    """
+    from matplotlib.transforms import Bbox
+
+    ax.figure.canvas.figure.draw_without_rendering()  # a layout moves the axes
+    points = ax.transData.transform([(x, y) for x, y, _ in labels])
+    taken = [Bbox.from_bounds(x - 4, y - 4, 8, 8) for x, y in points]  # markers, in pixels
+    for i, (x, y, name) in enumerate(labels):
+        others = [box for j, box in enumerate(taken) if j != i]
+        drawn = [
+            ax.annotate(name, (x, y), offset, textcoords="offset points", fontsize="small", **sides)
+            for offset, sides in _SIDES
+        ]
+        boxes = [text.get_window_extent() for text in drawn]
+        hidden = [sum(_overlap(box, other) for other in others) for box in boxes]
+        best = int(np.argmin(hidden))
+        taken.append(boxes[best])
+        for text in drawn[:best] + drawn[best + 1 :]:
+            text.remove()
+
+
+_SIDES = [
+    ((dx, dy), {"ha": "left" if dx > 0 else "right", "va": "bottom" if dy > 0 else "top"})
+    for dx, dy in ((4, 3), (-4, -3), (4, -3), (-4, 3))
+]
+
+
+def _overlap(a: Any, b: Any) -> float:
+    """Area that two rectangles share."""
+    width = min(a.x1, b.x1) - max(a.x0, b.x0)
+    height = min(a.y1, b.y1) - max(a.y0, b.y0)
+    return max(width, 0) * max(height, 0)
