@@ -12,7 +12,7 @@ import limits
 import numpy as np
 
 import polarquant_nb as pq
-from polarquant_nb.preconditioning import page_variance
+from polarquant_nb.scales import page_variance
 
 ALPHAS = (0.25, 0.5, 0.75, 1.0)
 

@@ -25,7 +25,7 @@ from support import (
 import polarquant_nb as pq
 from polarquant_nb.files import preconditioner_record
 from polarquant_nb.layout import PAGE
-from polarquant_nb.preconditioning import page_variance
+from polarquant_nb.scales import page_variance
 
 D = 64
 INV_FREQ = 1e4 ** (-np.arange(D // 2) / (D // 2))

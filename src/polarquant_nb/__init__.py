@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from polarquant_nb import analysis, evaluate, hf, plot
     from polarquant_nb.attend import attention
+    from polarquant_nb.bias import RotaryBias
     from polarquant_nb.budgets import preset, presets
     from polarquant_nb.cache import KVCache
     from polarquant_nb.calibration import Calibration, LayerCalibration
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     from polarquant_nb.formats import FormatPair, PolarFormat
     from polarquant_nb.online import OnlinePreconditioner
     from polarquant_nb.pages import PolarPages
-    from polarquant_nb.preconditioning import Preconditioner, RotaryBias, key_scales
+    from polarquant_nb.preconditioning import Preconditioner
+    from polarquant_nb.scales import key_scales
     from polarquant_nb.threads import get_num_threads, set_num_threads
     from polarquant_nb.warming import warmup
 
@@ -59,12 +61,12 @@ _HOME = {
     "PolarFormat": "formats",
     "PolarPages": "pages",
     "Preconditioner": "preconditioning",
-    "RotaryBias": "preconditioning",
+    "RotaryBias": "bias",
     "attention": "attend",
     "decode": "codec",
     "encode": "codec",
     "get_num_threads": "threads",
-    "key_scales": "preconditioning",
+    "key_scales": "scales",
     "preset": "budgets",
     "presets": "budgets",
     "set_num_threads": "threads",

@@ -31,7 +31,8 @@ from polarquant_nb.models import (
     token_windows,
 )
 from polarquant_nb.outputs import check_writable, write_json
-from polarquant_nb.preconditioning import Preconditioner, key_scales
+from polarquant_nb.preconditioning import Preconditioner
+from polarquant_nb.scales import key_scales
 from polarquant_nb.sensitivity import Coded, Moments, measure_kl, measure_moments
 from polarquant_nb.threads import get_num_threads, set_num_threads
 

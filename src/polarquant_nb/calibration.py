@@ -18,10 +18,11 @@ from typing import Any
 
 import numpy as np
 
+from polarquant_nb.bias import RotaryBias
 from polarquant_nb.formats import FormatPair, PolarFormat
 from polarquant_nb.layer_bits import LayerNeeds, allot
 from polarquant_nb.outputs import write_atomically
-from polarquant_nb.preconditioning import Preconditioner, RotaryBias
+from polarquant_nb.preconditioning import Preconditioner
 
 __all__ = ["Calibration", "LayerCalibration", "given_calibration"]
 

@@ -16,10 +16,11 @@ from typing import Any
 import numpy.typing as npt
 
 from polarquant_nb.arrays import DTYPES, ArrayKind
+from polarquant_nb.bias import RotaryBias
 from polarquant_nb.codebooks import Codebooks
 from polarquant_nb.formats import PolarFormat
 from polarquant_nb.outputs import write_atomically
-from polarquant_nb.preconditioning import Preconditioner, RotaryBias
+from polarquant_nb.preconditioning import Preconditioner
 from polarquant_nb.rotations import rotation_for
 
 __all__ = [

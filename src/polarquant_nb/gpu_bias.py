@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from polarquant_nb.arrays import torch_name
+from polarquant_nb.bias import RotaryBias
 from polarquant_nb.gpu_codec import DeviceRows, Launcher, launcher
 from polarquant_nb.gpu_preconditioning import bias_tables
 from polarquant_nb.layout import PAGE
-from polarquant_nb.preconditioning import RotaryBias
 
 __all__ = ["BiasLogits"]
 

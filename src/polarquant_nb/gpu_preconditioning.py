@@ -14,15 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from polarquant_nb.bias import RotaryBias, page_phases, page_table, turns
 from polarquant_nb.layout import PAGE
-from polarquant_nb.preconditioning import (
-    Preconditioner,
-    RotaryBias,
-    page_phases,
-    page_table,
-    rotary_bias,
-    turns,
-)
+from polarquant_nb.preconditioning import Preconditioner, rotary_bias
 
 if TYPE_CHECKING:
     import torch

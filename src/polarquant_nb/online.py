@@ -10,8 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from polarquant_nb.arrays import ArrayKind, widen
+from polarquant_nb.bias import RotaryBias
 from polarquant_nb.formats import integer
-from polarquant_nb.preconditioning import Preconditioner, RotaryBias, key_scales, page_variance
+from polarquant_nb.preconditioning import Preconditioner
+from polarquant_nb.scales import key_scales, page_variance
 from polarquant_nb.storable import MAX_NORM
 
 __all__ = ["Fitting", "OnlinePreconditioner"]

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from polarquant_nb.arrays import ArrayKind
+from polarquant_nb.bias import RotaryBias
 from polarquant_nb.codec import Factors, Shape, decode_rows, prepared
 from polarquant_nb.kernels import attention_cpu
 from polarquant_nb.kernels.attention_cpu import LOG2_E
@@ -19,7 +20,6 @@ from polarquant_nb.kernels.attention_stages import GROUP_TOKENS
 from polarquant_nb.kernels.call_list import Call, Phase
 from polarquant_nb.kernels.jit import GroupProgram, Program, cpu_isa
 from polarquant_nb.layout import PAGE
-from polarquant_nb.preconditioning import RotaryBias
 from polarquant_nb.rows import PackedRows
 from polarquant_nb.threads import get_num_threads, run_ranges
 

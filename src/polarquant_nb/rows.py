@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from polarquant_nb.bias import RotaryBias
 from polarquant_nb.codebooks import Codebooks
 from polarquant_nb.formats import PolarFormat
-from polarquant_nb.preconditioning import Preconditioner, RotaryBias, rotary_bias, row_signs
+from polarquant_nb.preconditioning import Preconditioner, rotary_bias, row_signs
 
 __all__ = ["PackedRows"]
 

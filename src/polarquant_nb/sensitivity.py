@@ -14,7 +14,8 @@ from polarquant_nb.attention_error import check_watched, watch_attention
 from polarquant_nb.codec import encode
 from polarquant_nb.evaluate import compare, prefill, score
 from polarquant_nb.formats import PolarFormat
-from polarquant_nb.preconditioning import Preconditioner, page_variance
+from polarquant_nb.preconditioning import Preconditioner
+from polarquant_nb.scales import page_variance
 
 if TYPE_CHECKING:
     import torch

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from polarquant_nb.preconditioning import Preconditioner, RotaryBias
+from polarquant_nb.bias import RotaryBias
+from polarquant_nb.preconditioning import Preconditioner
 
 __all__ = ["key_biases"]
 
