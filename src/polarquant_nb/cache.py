@@ -49,8 +49,9 @@ class KVCache:
     change, and rows that were selected twice and copies of a cache share them.
 
     One cache must not be changed by one thread while another uses it.  Whatever raises leaves the
-    cache as it was.  To torch.compile, :meth:`append` and :meth:`attend` are operators; everything
-    else, but for formats, ``sink`` and ``recent``, breaks the graph.
+    cache as it was.  To torch.compile, :meth:`append` and :meth:`attend` are operators, and
+    :meth:`step` is the two; everything else, but for formats, ``sink`` and ``recent``, breaks the
+    graph.
 
     Parameters
     ----------
@@ -67,13 +68,13 @@ class KVCache:
         Fewest last tokens of each row that stay exact, while there are as many.
     nan : {'raise', 'propagate'}
         What to do with vectors that hold NaN or inf, or whose norm is beyond 65504: refuse them
-        when they are appended, or store them as :func:`encode` does.
+        when they are appended (on a GPU, see :meth:`append`), or store them as :func:`encode` does.
     key_codebooks, value_codebooks : Codebooks, optional
         Fitted codebooks instead of the analytic ones.
     preconditioner : Preconditioner or OnlinePreconditioner, optional
-        Key scales and rotary bias of the layer, or how to fit them to the first tokens.  For a
-        rotary bias, a row's token i is at position i; it makes :meth:`attend` use some 8 more bytes
-        of scratch per packed token and query.
+        Key scales and rotary bias of the layer, or how to fit them to the first tokens, which is
+        done on the CPU only.  For a rotary bias, a row's token i is at position i; it makes
+        :meth:`attend` use some 8 more bytes of scratch per packed token and query.
 
     Raises
     ------
@@ -176,7 +177,7 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held: exact buffers, pages (shared ones once), their tables, fitted codebooks."""
+        """Bytes held: exact buffers, pages (shared ones once), tables, fitted codebooks, scales."""
         return self._state.nbytes if self._state else 0
 
     @property

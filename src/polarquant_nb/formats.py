@@ -50,8 +50,8 @@ class PolarFormat:
         Of the rotation, 0 to 2**63 − 1.  Keys, values, layers and heads share one rotation.
     radius : {'float16', 'log8'}
         How radii are stored: as float16, or as 8 bits each and 16 for their page.  The 8 bits
-        are steps of 1/128 octave where the page's largest radius is less than four times its
-        smallest, and of twice as much whenever there are twice as many octaves between these.
+        are steps of 1/128 octave where the page's radii span less than about two octaves, and of
+        twice as much whenever they span twice as many.
 
     Raises
     ------

@@ -1,9 +1,9 @@
 """Which layer gets how many bits: the least expected divergence that a budget allows.
 
-Layers differ fifty-fold in how much their errors change what a model says next, and so do keys
-from values.  The divergence (KL) adds up over layers, keys and values, and where errors are small
-each is nearly proportional to its relative error; so measuring each at one or two formats tells
-what every format would do, and the best choice for a budget can be worked out.
+Layers differ a hundredfold and more in how much their errors change what a model says next, and
+keys differ from values.  The divergence (KL) adds up over layers, keys and values, and where errors
+are small each is nearly proportional to its relative error; so measuring each at one or two formats
+tells what every format would do, and the best choice for a budget can be worked out.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class OnlinePreconditioner:
 
     A row's tokens stay exact until there are ``min_tokens`` of them.  Then its scales and bias are
     fitted, for each kv head, to the tokens that it has; from then on they are fixed, and stay with
-    the row in ``select``, ``repeat``, copies and files.
+    the row in ``select``, ``repeat``, copies and files.  A cache on a GPU refuses one.
 
     Parameters
     ----------

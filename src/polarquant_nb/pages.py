@@ -56,7 +56,7 @@ class PolarPages:
         Rows that held NaN or inf when they were encoded (with ``nan="propagate"``).  On a GPU a
         0-d tensor, so that nothing waits for it.
     num_saturated : int
-        Rows with a radius beyond float16, stored as 65504 (with ``nan="propagate"``).
+        Rows with a radius beyond float16, stored as the largest one (with ``nan="propagate"``).
     preconditioner : Preconditioner, optional
         What was done to the vectors before, and is undone where they are used.
     first_position : int
