@@ -304,7 +304,7 @@ def put(name, value, *index):
         (put("values.index", 99, 0, 1), "values.index does not fit"),
         (lambda tensors: tensors.update({"keys.exact": np.zeros(9)}), "no usable cache: tuple"),
     ],
-    ids=["no pages", "rows", "heads", "few pages", "few columns", "a gap", "a page too far", "flat"],
+    ids=["no pages", "rows", "heads", "few pages", "few columns", "a gap", "too far", "flat"],
 )
 def test_damaged_tensors_of_caches(path, edit, message):
     filled(700, 2, [0, 270]).save(path)
