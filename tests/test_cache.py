@@ -747,6 +747,10 @@ def test_crop_select_and_repeat_of_an_empty_cache():
          r"mask has shape \(1, 2, 4, 1, 300\)"),
         (lambda c: c.attend(numbers(2, 4, 1, 64), scale=-1), ValueError, "scale is -1; .*positive"),
         (lambda c: c.attend(numbers(2, 4, 1, 64), softcap=0), ValueError, "softcap is 0; .*posit"),
+        (lambda c: c.attend(numbers(2, 4, 1, 64), softcap=1e39), ValueError,
+         r"softcap is 1e\+39; .*float32"),
+        (lambda c: c.attend(numbers(2, 4, 1, 64), scale=1e-50), ValueError, "scale is 1e-50; .*32"),
+        (lambda c: c.attend(numbers(2, 4, 1, 64), scale="1"), TypeError, "scale is '1'; .*number"),
     ],
 )  # fmt: skip
 def test_bad_calls_change_nothing(call, error, message):

@@ -14,6 +14,7 @@ from support import NOJIT, gaussian, run_python
 import polarquant_nb as pq
 from polarquant_nb.decode_step import DecodeStep
 from polarquant_nb.kernels import team
+from polarquant_nb.kernels.call_list import CallList
 
 
 @pytest.fixture
@@ -214,6 +215,49 @@ def test_bad_input_leaves_the_cache_as_it_was(warm, change, message):
         stepped.step(q, k, v, scale=-1)
     assert stepped.seq_len == other.seq_len
     assert_steps_like(stepped, other, 3)
+
+
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_an_interrupted_step_has_not_been(warm, error, monkeypatch):
+    """Ctrl-C between a token that is stored and one that is counted: later ones went astray."""
+    stepped, other = pair(200)
+    if warm:
+        assert_steps_like(stepped, other, 2)
+
+    def interrupted(function):
+        def call(*args, **kwargs):
+            function(*args, **kwargs)
+            raise error
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CallList, "__call__", interrupted(CallList.__call__))
+        patch.setattr(pq.KVCache, "attend", interrupted(pq.KVCache.attend))
+        with pytest.raises(error):
+            stepped.step(queries(1, 4), *tokens(1, 1, seed=3))
+    assert_steps_like(stepped, other, 3)
+
+
+@pytest.mark.parametrize("n", [0, 200])
+def test_no_rows_and_no_heads(n):
+    stepped, other = pair(n, batch=2)
+    for cache in (stepped, other):
+        cache.select([])
+    assert_steps_like(stepped, other, 2)
+    stepped, other = pair(n, batch=2)
+    assert_steps_like(stepped, other, 2, group=0)
+
+
+def test_queries_beyond_float32():
+    stepped, other = pair(200)
+    q, (k, v) = queries(1, 4, np.float64), tokens(1, 1, seed=3)
+    q[0, 1] = 1e300
+    for _ in range(2):
+        out = stepped.step(q, k, v)
+        other.append(k, v)
+        np.testing.assert_allclose(out, other.attend(q), rtol=1e-5)
 
 
 def test_nan_is_kept_where_it_may_be(steps):

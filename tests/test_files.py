@@ -264,6 +264,7 @@ def set_at(*keys, value):
         (set_at("numbers", "exact", value=[188, 3]), "a row of 3 exact tokens and 256 in pages"),
         (set_at("numbers", "packed", value=[512, 384]), "keys.index does not fit"),
         (set_at("numbers", "packed", value=[512, -1]), "exact tokens and -1 in pages"),
+        (set_at("numbers", "packed", value=[512, 1.5]), "packed is 1.5; it must be an int"),
         (lambda header: header.pop("numbers"), "it lacks 'numbers'"),
         (lambda header: header["value_format"].pop("codebooks"), "it lacks 'codebooks'"),
     ],
@@ -301,8 +302,9 @@ def put(name, value, *index):
         (cut("values.index", slice(None), slice(0, 2)), "values.index is int64 of shape"),
         (put("values.index", -1, 0, 1), "values.index does not fit"),
         (put("values.index", 99, 0, 1), "values.index does not fit"),
+        (lambda tensors: tensors.update({"keys.exact": np.zeros(9)}), "no usable cache: tuple"),
     ],
-    ids=["no pages", "rows", "heads", "few pages", "few columns", "a gap", "a page too far"],
+    ids=["no pages", "rows", "heads", "few pages", "few columns", "a gap", "too far", "flat"],
 )
 def test_damaged_tensors_of_caches(path, edit, message):
     filled(700, 2, [0, 270]).save(path)

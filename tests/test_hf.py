@@ -572,6 +572,67 @@ def test_mutators():
     assert cache.layers[0].keys is None
 
 
+@pytest.mark.skipif(CROP_TAKES_LENGTH, reason="crop counts what is removed from 5.15 on")
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_a_call_that_ended_midway(tokens, error, enabled, monkeypatch):
+    """One layer had a token more than the next, and later tokens were wrong without a word."""
+    model = tiny("llama")
+    cache, other, more = polar(model), dynamic(model), random_ids(1, 4, seed=1)
+    forward(model, other, random_ids(1, 20))
+    want = forward(model, other, more).logits
+    enabled("llama")
+    forward(model, cache, random_ids(1, 20))
+    with monkeypatch.context() as patch:
+        if error is ValueError:
+            weight = model.model.layers[1].self_attn.k_proj.weight
+            patch.setattr(weight, "data", torch.full_like(weight, torch.nan))
+        else:
+            patch.setattr(PolarLayer, "update", interrupted_at(2))
+        with pytest.raises(error):
+            forward(model, cache, more[:, :tokens])
+    lengths = [layer.get_seq_length() for layer in cache.layers]
+    with pytest.raises(ValueError, match=r"layer 1 holds .* ended midway.*crop\(0\)"):
+        forward(model, cache, more)
+    cache.crop(0)
+    assert [layer.get_seq_length() for layer in cache.layers] == [min(lengths)] * 2
+    cache.crop(20 - min(lengths))
+    torch.testing.assert_close(forward(model, cache, more).logits, want, rtol=1e-4, atol=1e-4)
+
+
+def interrupted_at(n):
+    calls, update = [], PolarLayer.update
+
+    def call(self, *args, **kwargs):
+        calls.append(1)
+        if len(calls) == n:
+            raise KeyboardInterrupt
+        return update(self, *args, **kwargs)
+
+    return call
+
+
+def test_a_crop_that_a_layer_refuses_removes_nothing():
+    model = tiny("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1)
+    cache = polar(model)
+    forward(pq.hf.enable(model), cache, random_ids(1, 20))
+    assert [layer.is_sliding for layer in cache.layers] == [False, True]
+    with pytest.raises((RuntimeError, ValueError)):
+        cache.crop(-2)
+    assert [layer.get_seq_length() for layer in cache.layers] == [20, 20]
+
+
+def test_what_could_not_be_stored_decides_on_nothing():
+    cache = polar(tiny("llama"))
+    x = torch.full((2, 2, 3, 64), torch.nan)
+    cache.update(x, x, 0)
+    with pytest.raises(ValueError, match="k is nan"):
+        cache.report()
+    assert cache.get_seq_length() == 0
+    cache.update(x[:1] * 0, x[:1] * 0, 0)
+    assert cache.get_seq_length() == 3
+
+
 def test_crop_into_padding_between_turns():
     """Rows lose different numbers of tokens where they are padded."""
     model = pq.hf.enable(tiny("llama"))

@@ -296,3 +296,32 @@ print(squared(decoded - x).sum() / squared(x).sum() / fmt.relative_error)
         shutil.copy(file, target)
     error = float(run_python("-c", code, "3", NUMBA_CACHE_DIR=str(second)))
     assert error == pytest.approx(1, rel=0.05)
+
+
+@pytest.mark.skipif(NOJIT, reason="nothing is compiled")
+def test_files_of_kernels_that_are_damaged_or_cannot_be_written(tmp_path):
+    """A process that was killed, or a full disk, made every later one fail: Ran out of input."""
+    code = """
+import os, pathlib, shutil, sys
+import polarquant_nb.kernels.exact_cpu as kernels, numpy as np
+if len(sys.argv) > 1:
+    shutil.rmtree(sys.argv[1])
+    pathlib.Path(sys.argv[1]).touch()
+out, lse = np.ones((1, 1, 16), np.float32), np.ones((1, 1), np.float32)
+kernels.start_empty(out, lse)
+print(out.sum(), lse.item())
+"""
+    directory = tmp_path / "kernels"
+
+    def run(*arguments):
+        return run_python("-c", code, *arguments, NUMBA_CACHE_DIR=str(directory)).strip()
+
+    assert run() == "0.0 -inf"
+    (file,) = directory.glob("*/*start_empty*.nbc")
+    good = file.read_bytes()
+    for damaged in (b"", good[:100], bytes(len(good))):
+        file.write_bytes(damaged)
+        assert run() == "0.0 -inf"
+        assert len(file.read_bytes()) == len(good)
+    file.unlink()
+    assert run(directory) == "0.0 -inf"

@@ -401,7 +401,7 @@ class KVCache:
             return gpu_cache.attend(state, q, mask, logits, held, return_lse)
         queries = open_queries(q, held, "the cache")
         logits = open_logits(scale, softcap, head_dim)
-        check_last(queries.shape[2], seq_len)
+        check_last(queries.shape, seq_len)
         numbers = None if mask is None else open_mask(mask, (*queries.shape, seq_len))
         out, lse = cache_attention.attend(state, queries, logits, numbers)
         return result(queries, out, lse if return_lse else None)
@@ -447,11 +447,11 @@ class KVCache:
         logits = open_logits(scale, softcap, self.formats.keys.head_dim)
         step = self._step
         if step is not None and step.fits(q, k, v, logits):
+            self._step = None  # one that is interrupted may have counted a token that is not there
             out = step(q, k, v)
             self._state = step.state
             self._step = step
             return out
-        # whatever is wrong has to be found before anything is appended
         (keys, k_kind), (queries, q_kind) = open_tokens(k, "k"), open_tokens(q, "q")
         for name, x in (("k", keys), ("q", queries)):
             if len(x.shape) != 4 or x.shape[2] != 1:
@@ -463,11 +463,16 @@ class KVCache:
             raise ValueError(f"q is on {q_kind.place}; k is on {k_kind.place}: move it there")
         num_heads = queries.shape[1]
         check_query_shape(tuple(queries.shape), tuple(keys.shape), "k")
-        self.append(k, v, q=q)
-        out = self.attend(q, scale=scale, softcap=softcap)
-        state = self._opened()
-        if DecodeStep.is_possible(state, num_heads) and q_kind.family == k_kind.family:
-            self._step = DecodeStep(state, num_heads, q_kind, logits)
+        before = self._state
+        try:
+            self.append(k, v, q=q)
+            out = self.attend(q, scale=scale, softcap=softcap)
+            state = self._opened()
+            if DecodeStep.is_possible(state, num_heads) and q_kind.family == k_kind.family:
+                self._step = DecodeStep(state, num_heads, q_kind, logits)
+        except BaseException:  # no memory, or an interrupt
+            self._state = before
+            raise
         return out
 
     def decode(self) -> tuple[Any, Any]:

@@ -47,7 +47,7 @@ def attend(
         −inf for a query that sees nothing.
     """
     with np.errstate(all="ignore"):
-        if mask is None and queries.x.shape[3] == 1:
+        if mask is None and queries.x.shape[3] == 1 and state.exact:
             return _attend_last(state, queries, logits)
         exact = _attend_exact(state, queries, logits, mask)
         if not any(state.packed):

@@ -22,7 +22,7 @@ from polarquant_nb.files import (
     reading,
     write_file,
 )
-from polarquant_nb.formats import FormatPair
+from polarquant_nb.formats import FormatPair, integer
 from polarquant_nb.layout import PAGE
 from polarquant_nb.online import Fitting, OnlinePreconditioner
 from polarquant_nb.preconditioning import Preconditioner
@@ -174,7 +174,8 @@ def from_plain(
     """
     if not numbers:
         return None
-    kind, exact, packed = read_kind(numbers["kind"]), numbers["exact"], numbers["packed"]
+    kind = read_kind(numbers["kind"])
+    exact, packed = ([integer(name, n) for n in numbers[name]] for name in ("exact", "packed"))
     if device is not None:
         kind = ArrayKind("torch", kind.dtype, device)
     if len(exact) != len(packed):

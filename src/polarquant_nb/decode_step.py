@@ -79,8 +79,8 @@ class DecodeStep:
         -------
         bool
             False on a GPU; and if there is no room for a token before the next page or buffer, keys
-            have a rotary bias, are not fitted yet or float64, heads do not fill groups, or the
-            buffer is not contiguous.
+            have a rotary bias, are not fitted yet or float64, heads do not fill groups or there are
+            none, or the buffer is not contiguous.
         """
         return (
             state.kind.device is None
@@ -88,6 +88,7 @@ class DecodeStep:
             and state.keys.table.rows.rotary_bias is None
             and (state.fitting is None or all(state.fitting.fixed))
             and state.kind.dtype != "float64"
+            and num_heads > 0
             and fills_groups(num_heads // state.num_kv_heads)
             and all(store.exact.flags.c_contiguous for store in (state.keys, state.values))
         )
@@ -137,7 +138,8 @@ class DecodeStep:
         Raises
         ------
         ValueError
-            If the token cannot be stored; nothing has been appended.
+            If the token cannot be stored.  After an error there is no other step: the state is what
+            it was, but what is prepared is not.
         """
         self._q.put(q)
         self._k.put(k)
@@ -145,11 +147,10 @@ class DecodeStep:
         self._calls()
         state = self.state
         if not self._good[0] and state.settings.nan == "raise":
-            self._counts -= 1
             nothing = (0,) * len(state.exact)
             for x, name, longest in ((k, "k", state.longest_key), (v, "v", MAX_NORM)):
+                # norms that are at the limit to within rounding are let through
                 check_storable(*open_elements(x, name), name, nothing, longest)
-            self._counts += 1  # norms that are at the limit to within rounding
         self._room -= 1
         exact = tuple([count + 1 for count in state.exact])
         self.state = CacheState(state.settings, state.keys, state.values, exact, state.fitting)
@@ -217,7 +218,8 @@ class _Place:
         if self._is_torch:
             self._array.copy_(x)
         else:
-            np.copyto(self._array, x)
+            with np.errstate(over="ignore"):
+                np.copyto(self._array, x)
 
     def copy(self) -> Any:
         """A copy."""

@@ -117,7 +117,7 @@ def reading(path: str | os.PathLike[str], what: str) -> Iterator[None]:
     """
     try:
         yield
-    except (ValueError, KeyError, TypeError, _safetensors().SafetensorError) as error:
+    except (ValueError, LookupError, TypeError, _safetensors().SafetensorError) as error:
         reason = f"it lacks {error}" if isinstance(error, KeyError) else error
         message = f"path is {os.fspath(path)!r}; that file holds no usable {what}: {reason}"
         raise ValueError(message) from error

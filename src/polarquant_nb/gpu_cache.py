@@ -109,7 +109,7 @@ def attend(
     q, family = as_tensor(q, "q")
     same_device("q", q, state.kind.device, "the cache")
     check_query_shape(tuple(q.shape), held, "the cache")
-    check_last(q.shape[2], state.seq_len)
+    check_last(tuple(q.shape), state.seq_len)
     numbers = None if mask is None else open_mask(mask, q, state.seq_len)
     if not q.numel():
         out = q.new_zeros((*q.shape[:-1], state.values.exact.shape[3]))

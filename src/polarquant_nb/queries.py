@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -33,6 +32,8 @@ __all__ = [
 ]
 
 FloatArray = npt.NDArray[np.float32]
+
+_LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -153,20 +154,23 @@ def check_causal(q_len: int, seq_len: int) -> None:
         )
 
 
-def check_last(q_len: int, seq_len: int) -> None:
+def check_last(shape: tuple[int, ...], seq_len: int) -> None:
     """Refuse more queries than a cache has tokens that they could be the last of.
 
     Parameters
     ----------
-    q_len, seq_len : int
-        Queries, and tokens.
+    shape : tuple of int
+        Of the queries, ``(batch, num_heads, q_len, ...)``; of no rows there are none.
+    seq_len : int
+        Tokens.
 
     Raises
     ------
     ValueError
         If there are more.
     """
-    if q_len > seq_len:
+    batch, _, q_len = shape[:3]
+    if batch and q_len > seq_len:
         raise ValueError(
             f"q_len is {q_len} and seq_len {seq_len}; queries are those of the last q_len tokens "
             "of the cache"
@@ -192,13 +196,25 @@ def open_logits(scale: float | None, softcap: float | None, head_dim: int) -> Lo
 
     Raises
     ------
+    TypeError
+        If one is no number.
     ValueError
-        If one is not a finite positive number.
+        If one is not a finite positive number, in float32 too.
     """
-    for name, value in (("scale", scale), ("softcap", softcap)):
-        if value is not None and not (isfinite(value) and value > 0):
-            raise ValueError(f"{name} is {value}; it must be a finite positive number")
-    return Logits(head_dim**-0.5 if scale is None else float(scale), float(softcap or 0))
+    return Logits(
+        head_dim**-0.5 if scale is None else _positive(scale, "scale"),
+        0.0 if softcap is None else _positive(softcap, "softcap"),
+    )
+
+
+def _positive(value: Any, name: str) -> float:
+    try:
+        number, is_good = float(value), bool(_LEAST <= value <= _MOST)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} is {value!r}; it must be a number") from error
+    if not is_good:
+        raise ValueError(f"{name} is {value}; it must be a finite positive number of float32")
+    return number
 
 
 def open_mask(mask: Any, shape: tuple[int, int, int, int]) -> FloatArray:

@@ -63,7 +63,9 @@ def threads_by_environment(*names: str) -> int:
 
 
 def set_num_threads(n: int) -> None:
-    """Set how many threads kernels use; results do not depend on it.
+    """Set how many threads kernels use.
+
+    Codes do not depend on it; attention to many pages does by rounding in float32.
 
     Parameters
     ----------

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from polarquant_nb.budgets import DEFAULT_PRESET, preset
 from polarquant_nb.cache import KVCache
@@ -111,6 +111,7 @@ class PolarCache(DynamicCache):
                     here["preconditioner"], pair = pair.preconditioner, pair.formats
                 _check_formats(pair, _head_dims(text, i), here)
                 self.layers[i] = PolarLayer(pair, here, self.counts)
+        self._first, self._length_before = min(self.polar_layers, default=None), 0
 
     @classmethod
     def from_model(
@@ -260,14 +261,58 @@ class PolarCache(DynamicCache):
         Raises
         ------
         ValueError
-            If they are those of another batch or model.
+            If they are those of another batch or model, or a call of the model before ended midway.
         """
         if layer_idx >= len(self.layers):
             raise ValueError(
                 f"a model with a layer {layer_idx} uses a cache made for {len(self.layers)} "
                 "layers: make a PolarCache from its own config"
             )
+        layer = self.layers[layer_idx]
+        if isinstance(layer, PolarLayer):
+            self._check_even(layer_idx, layer.get_seq_length())
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def _check_even(self, layer_idx: int, length: int) -> None:
+        """Refuse to go on where layers hold different tokens: results would be wrong."""
+        if layer_idx == self._first:
+            self._length_before = length
+        elif length != self._length_before:
+            raise ValueError(
+                f"layer {layer_idx} holds {length} positions, layer {self._first} held "
+                f"{self._length_before} before this call: an earlier one ended midway, by an error "
+                "or an interrupt.  crop(0) takes all layers back to the shortest; or reset() the "
+                "cache"
+            )
+
+    @untraced
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove last positions of all layers.
+
+        Layers that hold more than others, as a call of the model ended midway, lose those first.
+
+        Parameters
+        ----------
+        tokens_to_remove : int
+            Minus their number, or 0; up to transformers 5.14 also a length to keep.
+
+        Raises
+        ------
+        ValueError, RuntimeError
+            If it is another number, or a layer with a sliding window keeps no past: see
+            ``transformers``.  Nothing has been removed.
+        """
+        layers: list[Any] = self.layers
+        attention = [layer for layer in layers if isinstance(layer, CacheLayerMixin)]
+        lengths = {layer: layer.get_seq_length() for layer in attention if layer.is_initialized}
+        # other layers do not tell how much they have seen
+        are_told = len(attention) == len(layers) and tokens_to_remove <= 0
+        shortest = min(lengths.values(), default=0)
+        # those that may refuse come first
+        for layer in sorted(layers, key=lambda x: type(x) in (DynamicLayer, PolarLayer)):
+            if layer in lengths or layer not in attention:
+                more = lengths[layer] - shortest if are_told else 0
+                layer.crop(tokens_to_remove - more)
 
     def early_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Refuse: what has to have its size from the beginning is a static cache.

@@ -167,7 +167,7 @@ class PolarLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 f"keys are on {device} and values on {value_states.device}; PolarCache supports "
                 'models on the CPU and on NVIDIA GPUs: model.to("cpu")'
             )
-        if self._held is not None and self._held != held:
+        if self.is_initialized and self._held is not None and self._held != held:
             raise ValueError(
                 f"keys have shape {tuple(key_states.shape)} and values "
                 f"{tuple(value_states.shape)}; this cache holds {self._held[0]} rows, "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -57,8 +58,11 @@ def _name_cache_files_by_content(dispatcher: Any) -> None:
     gets one format's code for the other, and silently wrong codes.  A name made of everything that
     decides the code cannot be taken twice, and needs no index.  Nor is it out of date: Numba knows
     the time of one file, and kernels are made of many.
+
+    Without its files a kernel is compiled, so nothing that is wrong with them is an error.
     """
-    file = dispatcher._cache._cache_file
+    disk = dispatcher._cache
+    file, save_overload = disk._cache_file, disk.save_overload
     sources = source_digest()  # now: what is imported, not what an editor has written since
 
     def name(key: object) -> str:
@@ -69,13 +73,17 @@ def _name_cache_files_by_content(dispatcher: Any) -> None:
     def load(key: object) -> object:
         try:
             return file._load_data(name(key))
-        except OSError:  # not there
+        except Exception:  # not there, or damaged: pickle may raise anything
             return None
 
     def save(key: object, data: object) -> None:
         file._save_data(name(key), data)
 
-    file.load, file.save = load, save
+    def save_where_possible(signature: object, data: object) -> None:
+        with suppress(OSError):  # the disk is full, or the directory is no longer there
+            save_overload(signature, data)
+
+    file.load, file.save, disk.save_overload = load, save, save_where_possible
 
 
 def bound(function: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
