@@ -1,7 +1,9 @@
 """Threads: any number gives the same bytes, and none is left behind in a forked child."""
 
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 
 import numpy as np
 import pytest
@@ -122,6 +124,24 @@ def test_errors_in_any_range_arrive(failing):
 
     with pytest.raises(RuntimeError, match="in a range"):
         run_ranges(work, 16, 4)
+
+
+def test_no_range_runs_on_after_an_interrupt():
+    """What it writes to is the caller's again."""
+    pq.set_num_threads(2)
+    interrupted, written = Event(), []
+
+    def work(first, last):
+        if first == 0:
+            interrupted.set()
+            raise KeyboardInterrupt
+        interrupted.wait()
+        time.sleep(0.1)
+        written.append(last)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_ranges(work, 8, 4)
+    assert written == [8]
 
 
 @pytest.mark.parametrize(

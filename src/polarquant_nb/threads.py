@@ -108,7 +108,11 @@ def run_ranges(function: Callable[[int, int], None], total: int, grain: int) -> 
         return
     edges = [total * i // parts for i in range(parts + 1)]
     futures = [_executor().submit(function, a, b) for a, b in pairwise(edges[1:])]
-    function(edges[0], edges[1])
+    try:
+        function(edges[0], edges[1])
+    finally:  # after an error or an interrupt, too: they write to memory of the caller's
+        for future in futures:
+            future.exception()
     for future in futures:
         future.result()
 

@@ -308,11 +308,10 @@ def merge_ranges(program, codec, shape, sizes, tables, sums, top, totals, out, l
         total_sums(program, sums, first * size, merged)
         signs = row_signs(all_signs, first // (groups * ranges), d)
         for q in range(group):
-            vector = merged[q * d : (q + 1) * d]
+            vector = out[(query + q) * d : (query + q + 1) * d]
             some = total[q] > 0 or math.isnan(total[q])
             for i in range(d):
-                vector[i] = vector[i] / total[q] if some else np.float32(0)
+                vector[i] = merged[q * d + i] / total[q] if some else np.float32(0)
             unrotate_row(codec, vector, signs, order, mix, dense)
-            out[(query + q) * d : (query + q + 1) * d] = vector
             base_2 = best[q] + math.log2(total[q]) if total[q] > 0 else best[q]
             lse[query + q] = base_2 / LOG2_E

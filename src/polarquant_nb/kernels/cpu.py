@@ -153,7 +153,8 @@ def encode_pages(program, shape, source, kind, direct, bases, strides, seq_len, 
             if frozen or not offset_kind or not saturated or without_long_rows:
                 break
             without_long_rows = True
-            events[:] = before
+            for t in range(32):  # by hand: events[:] = before compiles Numba's message for seconds
+                events[t] = before[t]
         if anchor_word:
             radius_range(program, radii, extremes)
             for t in range(1, lanes):
