@@ -1,10 +1,12 @@
 """How kernels are launched, with the driver's calls stubbed: CPU tensors stand in for a GPU's."""
 
 import ctypes
+import gc
 import statistics
 import time
 from contextlib import nullcontext
 from types import SimpleNamespace
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -346,6 +348,34 @@ def test_python_of_a_decode_step(driver, gpu_tensors):  # noqa: F811
         medians.append(statistics.median(times[20:]) / 1000)
     print(f"{min(medians):.1f} µs")
     assert min(medians) <= 150
+
+
+@pytest.mark.parametrize("preconditioner", [None, scales_and_bias(2, 64)], ids=["none", "both"])
+def test_memory_is_given_back_with_the_last_reference(driver, preconditioner):
+    """What is kept for the next call is in no cycle, which memory of a GPU would wait for."""
+    fmt, q = pq.PolarFormat(64, (4,)), torch.zeros(1, 2, 1, 64)
+    k, v = pages_of(fmt, 300, 2, preconditioner), pages_of(fmt, 300, 2)
+    gc.disable()
+    try:
+        for keys, values in ((k, v), (v, v)):
+            gpu.attention_of_tensors(q, keys, values)
+        held = [ref(each) for pages in (k, v) for each in (pages.words, pages.device_rows.words)]
+        del k, v, keys, values
+        assert [each() for each in held] == [None] * 4
+    finally:
+        gc.enable()
+
+
+def test_pages_that_a_cache_has_no_more_are_given_back(driver, gpu_tensors):  # noqa: F811
+    cache = filled_cache(4 + 64 + 256)
+    gc.disable()
+    try:
+        cache.attend(torch.zeros(1, 32, 1, 128).half())
+        held = ref(cache._state.keys.table.rows), ref(cache._state.keys.table.blocks[0][0])
+        cache.crop(0)
+        assert [each() for each in held] == [None] * 2
+    finally:
+        gc.enable()
 
 
 def test_decoding_covers_the_pages_that_tokens_touch(driver):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 from polarquant_nb.arrays import torch_name
 from polarquant_nb.gpu_bias import BiasLogits
@@ -83,9 +84,9 @@ def attend_rows(
         return out.to(dtype), lse
     key = id(values), per_row, q.dtype, dtype, longest
     plan = keys.prepared.get(key)
-    if plan is None or plan.values is not values:
+    if plan is None or plan.values() is not values:
         plan = keys.prepared[key] = _Plan.make(q, keys, values, per_row, longest, dtype)
-    return plan.run(q, logits, mask, causal)
+    return plan.run(q, keys, values, logits, mask, causal)
 
 
 def _torch(tensor: Tensor) -> Any:
@@ -96,11 +97,14 @@ def _torch(tensor: Tensor) -> Any:
 
 @dataclass(eq=False)
 class _Plan:
-    """Three launches, or four, for calls that differ in the queries' numbers only."""
+    """Three launches, or four, for calls that differ in the queries' numbers only.
+
+    The keys hold on to it, so it must not hold on to them, or to values that may be the same:
+    a cycle keeps their memory from torch until Python looks for cycles.
+    """
 
     here: Launcher
-    keys: DeviceRows
-    values: DeviceRows
+    values: ref[DeviceRows]
     k_tables: Tables
     v_tables: Tables
     rotate: Any
@@ -140,7 +144,7 @@ class _Plan:
         address = here.address
         # the rotations' kernels do not depend on the bits
         return _Plan(
-            here, keys, values, k_tables, v_tables,
+            here, ref(values), k_tables, v_tables,
             here.kernel("rotate", program_of(keys.format, bare=True), element),
             here.kernel("attend", k, values=v, group=group),
             here.kernel("merge", program_of(values.format, bare=True), result, group=group),
@@ -156,10 +160,11 @@ class _Plan:
         )  # fmt: skip
 
     def run(
-        self, q: Tensor, logits: Logits, mask: Tensor | None, causal: int
-    ) -> tuple[Tensor, Tensor]:
+        self, q: Tensor, keys: DeviceRows, values: DeviceRows, logits: Logits,
+        mask: Tensor | None, causal: int,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         batch, heads, q_len, d = q.shape
-        rows, width = self.keys.starts.shape[0], self.values.format.head_dim
+        rows, width = keys.starts.shape[0], values.format.head_dim
         if self.bias is not None:
             logits_of_bias = self.bias.run(q, logits.scale)
             if mask is not None:
@@ -181,7 +186,7 @@ class _Plan:
             tops = outs + 4 * vectors * width
             totals = tops + 4 * vectors
         rotation, pages, back = self.addresses
-        k_columns, v_columns = self.keys.starts.shape[1], self.values.starts.shape[1]
+        k_columns, v_columns = keys.starts.shape[1], values.starts.shape[1]
         bias: Tensor = lse  # any address, if there is none
         bias_strides: tuple[int, ...] = (0, 0, 0, 0)
         if mask is not None:
