@@ -2,16 +2,19 @@
 
 import ctypes
 import gc
+import shutil
 import statistics
+import subprocess
 import time
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from weakref import ref
 
 import numpy as np
 import pytest
 from numba import config
-from support import gaussian
+from support import gaussian, run_python
 
 import polarquant_nb as pq
 
@@ -50,6 +53,11 @@ class Driver:
         return [kind.from_address(p).value for kind, p in zip(kinds, places, strict=True)]
 
 
+def kernel_of(call, name, letters, threads=128):
+    """A kernel that ``call`` launches."""
+    return cuda_launch.Kernel(name, letters, threads, call, lambda: None)
+
+
 @pytest.fixture
 def driver(monkeypatch):
     """CPU tensors are taken for tensors on a GPU of 100 multiprocessors."""
@@ -58,7 +66,7 @@ def driver(monkeypatch):
 
     def load(spec, capability):
         compiled.append((spec, capability))
-        return cuda_launch.Kernel(spec.name, ARGUMENTS[spec.name], spec.threads, stub)
+        return kernel_of(stub, spec.name, ARGUMENTS[spec.name], spec.threads)
 
     properties = SimpleNamespace(major=9, minor=0, multi_processor_count=100)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -95,7 +103,7 @@ def scales_and_bias(heads, head_dim):
 
 def test_arguments_are_packed_as_the_kernel_reads_them(driver):
     for name, letters in ARGUMENTS.items():
-        kernel = cuda_launch.Kernel(name, letters, 128, driver)
+        kernel = kernel_of(driver, name, letters)
         numbers = [
             0.5 if c == "f" else -(i + 1) if c == "l" else 2**33 + i if c not in "if" else i
             for i, c in enumerate(letters)
@@ -106,14 +114,14 @@ def test_arguments_are_packed_as_the_kernel_reads_them(driver):
 
 
 def test_an_empty_grid_is_not_launched(driver):
-    kernel = cuda_launch.Kernel("merge", "i", 128, driver)
+    kernel = kernel_of(driver, "merge", "i")
     kernel.launch((0, 1), STREAM, 1)
     kernel.launch((1, 0), STREAM, 1)
     assert not driver.calls
 
 
 def test_the_drivers_errors_are_raised():
-    kernel = cuda_launch.Kernel("merge", "i", 128, lambda *_: (700,))
+    kernel = kernel_of(lambda *_: (700,), "merge", "i")
     with pytest.raises(RuntimeError, match="700"):
         kernel.launch((1, 1), STREAM, 1)
 
@@ -139,6 +147,48 @@ def test_what_is_loaded_is_the_machine_code_that_is_kept(monkeypatch):
     monkeypatch.setattr(driver, "cuLibraryLoadData", lambda *_: (222, None))
     with pytest.raises(RuntimeError, match="refused to load a kernel: 222"):
         cuda_launch._loaded(spec, (9, 0))
+
+
+LOAD_AND_LAUNCH = """
+import threading
+import torch
+import polarquant_nb as pq
+from polarquant_nb.kernels import cuda_launch
+from polarquant_nb.kernels.cuda_compile import KernelSpec, program_of
+
+torch.cuda.current_device = lambda: 1
+cuda_launch.kept_cubin = lambda spec, capability: (b"code", "name")
+bare = program_of(pq.PolarFormat(16, (1,)), bare=True)
+kernel = cuda_launch._loaded(KernelSpec("exact", bare, values=bare, threads=256), (9, 0))
+for stream in (0, 0x5EED):
+    kernel.launch((3, 2), stream, *range(1, 9), -1, 2, 3, 4, 0.5, -2, 5, -(2**40), 6, 2**40)
+other = threading.Thread(target=kernel.launch, args=((1, 1), 7, *range(18)))
+other.start()
+other.join()
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_cuda_bindings_hands_on_what_it_is_given(tmp_path):
+    """The package itself, on a library that prints its arguments; and a context for each thread."""
+    source, library = Path(__file__).with_name("fake_cuda.c"), tmp_path / "libcuda.so.1"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    printed = run_python(
+        "-c", LOAD_AND_LAUNCH, LD_LIBRARY_PATH=str(tmp_path), LETTERS=ARGUMENTS["exact"]
+    )
+    arguments = (
+        f"{' '.join(map(hex, range(1, 9)))} -1 2 3 4 0.5 -2 5 -1099511627776 6 1099511627776"
+    )
+    assert printed.splitlines() == [
+        "load code 0 0",
+        "kernel 0x11 name",
+        "context 0x541",
+        f"launch 0x22 3,2,1 256,1,1 0 (nil) {arguments}",
+        f"launch 0x22 3,2,1 256,1,1 0 0x5eed {arguments}",
+        "context 0x541",
+        f"launch 0x22 1,1,1 256,1,1 0 0x7 (nil) {' '.join(map(hex, range(1, 8)))} "
+        f"{' '.join(map(str, range(8, 18)))}",
+    ]
 
 
 def test_attention_launches_three_kernels_on_the_current_stream(driver):
