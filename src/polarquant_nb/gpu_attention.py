@@ -197,10 +197,10 @@ class _Plan:
             )
         with self.here.active():
             stream = self.here.stream()
-            tiles = -(-num_queries // 8), 1
+            blocks = num_queries, 1
             self.rotate.launch(
-                tiles, stream, address(q), rotated, *rotation, logits.scale * LOG2_E, num_queries,
-                heads, q_len, self.per_row, self.k_tables.heads, *q.stride(),
+                blocks, stream, address(q), rotated, *rotation, logits.scale * LOG2_E, heads, q_len,
+                self.per_row, self.k_tables.heads, *q.stride(),
             )  # fmt: skip
             self.attend.launch(
                 (rows * self.groups, self.ranges), stream, rotated, *pages, address(bias), outs,
@@ -209,7 +209,7 @@ class _Plan:
                 *bias_strides, causal,
             )  # fmt: skip
             self.merge.launch(
-                tiles, stream, outs, tops, totals, address(out), address(lse), *back, num_queries,
+                blocks, stream, outs, tops, totals, address(out), address(lse), *back,
                 self.per_row, self.groups, self.ranges, self.v_tables.heads,
             )  # fmt: skip
         return out, lse
