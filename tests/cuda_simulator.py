@@ -46,7 +46,9 @@ def _shared_array(self, shape, dtype, alignment=None):
     caller = sys._getframe(1)
     key = caller.f_code, caller.f_lineno
     if key not in self._allocations:
-        self._allocations[key] = np.empty(shape, dtype)
+        array = np.empty(shape, dtype)
+        array.view(np.uint8).fill(0xFF)  # NaN: on a GPU it is what the last block has left there
+        self._allocations[key] = array
     return self._allocations[key]
 
 

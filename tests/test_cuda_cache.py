@@ -24,7 +24,7 @@ pytestmark = pytest.mark.cudasim
 import cuda_simulator  # noqa: E402
 from simulated_gpu import gpu_tensors, looked  # noqa: E402, F401
 
-from polarquant_nb import gpu_arrays  # noqa: E402
+from polarquant_nb import gpu_arrays, gpu_attention, gpu_exact  # noqa: E402
 
 DTYPES = ["float32", "float16", "bfloat16", "float64"]
 
@@ -202,6 +202,17 @@ def test_what_hides_tokens_and_changes_logits(options, uneven):
     if kind == "bias":
         mask["bias"] = torch.randn(1, 2, 1, seq_len)
     twins.attend(group=2, **(options | {"mask": mask.get(kind)}))
+
+
+def test_long_prompts_are_gone_through_in_blocks(monkeypatch):
+    """Of queries, as scores take more memory than all else."""
+    held, exp2 = [], torch.exp2
+    for module in (gpu_attention, gpu_exact):
+        monkeypatch.setattr(module, "SCORES", 5000)
+    monkeypatch.setattr(torch, "exp2", lambda x: (held.append(x.numel()), exp2(x))[1])
+    twins = Twins(batch=2, heads=1, sink=2, recent=3).append(145, [0, 9])
+    twins.attend(group=2, q_len=136, softcap=4.0, mask=torch.randn(1, 2, 136, 145))
+    assert 2500 < max(held) <= 5000
 
 
 def test_only_exact_or_only_packed_tokens():

@@ -1,15 +1,20 @@
 """How kernels are launched, with the driver's calls stubbed: CPU tensors stand in for a GPU's."""
 
 import ctypes
+import gc
+import shutil
 import statistics
+import subprocess
 import time
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
+from weakref import ref
 
 import numpy as np
 import pytest
 from numba import config
-from support import gaussian
+from support import gaussian, run_python
 
 import polarquant_nb as pq
 
@@ -48,6 +53,11 @@ class Driver:
         return [kind.from_address(p).value for kind, p in zip(kinds, places, strict=True)]
 
 
+def kernel_of(call, name, letters, threads=128):
+    """A kernel that ``call`` launches."""
+    return cuda_launch.Kernel(name, letters, threads, call, lambda: None)
+
+
 @pytest.fixture
 def driver(monkeypatch):
     """CPU tensors are taken for tensors on a GPU of 100 multiprocessors."""
@@ -56,7 +66,7 @@ def driver(monkeypatch):
 
     def load(spec, capability):
         compiled.append((spec, capability))
-        return cuda_launch.Kernel(spec.name, ARGUMENTS[spec.name], spec.threads, stub)
+        return kernel_of(stub, spec.name, ARGUMENTS[spec.name], spec.threads)
 
     properties = SimpleNamespace(major=9, minor=0, multi_processor_count=100)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -93,7 +103,7 @@ def scales_and_bias(heads, head_dim):
 
 def test_arguments_are_packed_as_the_kernel_reads_them(driver):
     for name, letters in ARGUMENTS.items():
-        kernel = cuda_launch.Kernel(name, letters, 128, driver)
+        kernel = kernel_of(driver, name, letters)
         numbers = [
             0.5 if c == "f" else -(i + 1) if c == "l" else 2**33 + i if c not in "if" else i
             for i, c in enumerate(letters)
@@ -104,14 +114,14 @@ def test_arguments_are_packed_as_the_kernel_reads_them(driver):
 
 
 def test_an_empty_grid_is_not_launched(driver):
-    kernel = cuda_launch.Kernel("merge", "i", 128, driver)
+    kernel = kernel_of(driver, "merge", "i")
     kernel.launch((0, 1), STREAM, 1)
     kernel.launch((1, 0), STREAM, 1)
     assert not driver.calls
 
 
 def test_the_drivers_errors_are_raised():
-    kernel = cuda_launch.Kernel("merge", "i", 128, lambda *_: (700,))
+    kernel = kernel_of(lambda *_: (700,), "merge", "i")
     with pytest.raises(RuntimeError, match="700"):
         kernel.launch((1, 1), STREAM, 1)
 
@@ -139,6 +149,48 @@ def test_what_is_loaded_is_the_machine_code_that_is_kept(monkeypatch):
         cuda_launch._loaded(spec, (9, 0))
 
 
+LOAD_AND_LAUNCH = """
+import threading
+import torch
+import polarquant_nb as pq
+from polarquant_nb.kernels import cuda_launch
+from polarquant_nb.kernels.cuda_compile import KernelSpec, program_of
+
+torch.cuda.current_device = lambda: 1
+cuda_launch.kept_cubin = lambda spec, capability: (b"code", "name")
+bare = program_of(pq.PolarFormat(16, (1,)), bare=True)
+kernel = cuda_launch._loaded(KernelSpec("exact", bare, values=bare, threads=256), (9, 0))
+for stream in (0, 0x5EED):
+    kernel.launch((3, 2), stream, *range(1, 9), -1, 2, 3, 4, 0.5, -2, 5, -(2**40), 6, 2**40)
+other = threading.Thread(target=kernel.launch, args=((1, 1), 7, *range(18)))
+other.start()
+other.join()
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_cuda_bindings_hands_on_what_it_is_given(tmp_path):
+    """The package itself, on a library that prints its arguments; and a context for each thread."""
+    source, library = Path(__file__).with_name("fake_cuda.c"), tmp_path / "libcuda.so.1"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    printed = run_python(
+        "-c", LOAD_AND_LAUNCH, LD_LIBRARY_PATH=str(tmp_path), LETTERS=ARGUMENTS["exact"]
+    )
+    arguments = (
+        f"{' '.join(map(hex, range(1, 9)))} -1 2 3 4 0.5 -2 5 -1099511627776 6 1099511627776"
+    )
+    assert printed.splitlines() == [
+        "load code 0 0",
+        "kernel 0x11 name",
+        "context 0x541",
+        f"launch 0x22 3,2,1 256,1,1 0 (nil) {arguments}",
+        f"launch 0x22 3,2,1 256,1,1 0 0x5eed {arguments}",
+        "context 0x541",
+        f"launch 0x22 1,1,1 256,1,1 0 0x7 (nil) {' '.join(map(hex, range(1, 8)))} "
+        f"{' '.join(map(str, range(8, 18)))}",
+    ]
+
+
 def test_attention_launches_three_kernels_on_the_current_stream(driver):
     pair = pq.preset("balanced", 128)
     k, v = pages_of(pair.keys, 32768), pages_of(pair.values, 32768)
@@ -147,7 +199,7 @@ def test_attention_launches_three_kernels_on_the_current_stream(driver):
     assert [call[0] for call in driver.calls] == ["rotate", "attend", "merge"]
     assert {call[4] for call in driver.calls} == {STREAM}
     # 8 kv heads, one group of 4 queries; four blocks for each of 100 multiprocessors
-    assert driver.calls[1][1] == (8, 43, 1)
+    assert [call[1] for call in driver.calls] == [(32, 1, 1), (8, 43, 1), (32, 1, 1)]
     attend = driver.arguments(1, ARGUMENTS["attend"])
     assert attend[1] == k.words.data_ptr()
     assert attend[4] == v.words.data_ptr()
@@ -178,7 +230,7 @@ def test_each_row_gets_the_signs_of_its_kv_head(driver):
     pages = gpu.encode_tensor(x, fmt, None, "propagate", preconditioner=preconditioner)
     pages.decode()
     gpu.attention_of_tensors(q, pages, pages_of(fmt, 9, 3, batch=2))
-    places = {"encode": (3, 11), "decode": (2, 13), "rotate": (2, 11), "merge": (5, 13)}
+    places = {"encode": (3, 11), "decode": (2, 13), "rotate": (2, 10), "merge": (5, 12)}
     found = {}
     for i, (name, *_) in enumerate(driver.calls):
         if name in places:
@@ -346,6 +398,34 @@ def test_python_of_a_decode_step(driver, gpu_tensors):  # noqa: F811
         medians.append(statistics.median(times[20:]) / 1000)
     print(f"{min(medians):.1f} µs")
     assert min(medians) <= 150
+
+
+@pytest.mark.parametrize("preconditioner", [None, scales_and_bias(2, 64)], ids=["none", "both"])
+def test_memory_is_given_back_with_the_last_reference(driver, preconditioner):
+    """What is kept for the next call is in no cycle, which memory of a GPU would wait for."""
+    fmt, q = pq.PolarFormat(64, (4,)), torch.zeros(1, 2, 1, 64)
+    k, v = pages_of(fmt, 300, 2, preconditioner), pages_of(fmt, 300, 2)
+    gc.disable()
+    try:
+        for keys, values in ((k, v), (v, v)):
+            gpu.attention_of_tensors(q, keys, values)
+        held = [ref(each) for pages in (k, v) for each in (pages.words, pages.device_rows.words)]
+        del k, v, keys, values
+        assert [each() for each in held] == [None] * 4
+    finally:
+        gc.enable()
+
+
+def test_pages_that_a_cache_has_no_more_are_given_back(driver, gpu_tensors):  # noqa: F811
+    cache = filled_cache(4 + 64 + 256)
+    gc.disable()
+    try:
+        cache.attend(torch.zeros(1, 32, 1, 128).half())
+        held = ref(cache._state.keys.table.rows), ref(cache._state.keys.table.blocks[0][0])
+        cache.crop(0)
+        assert [each() for each in held] == [None] * 2
+    finally:
+        gc.enable()
 
 
 def test_decoding_covers_the_pages_that_tokens_touch(driver):

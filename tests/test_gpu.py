@@ -22,6 +22,7 @@ def test_a_cache_holds_and_answers_what_it_does_on_the_cpu():
     gpu_check.check_cache("cuda", head_dim=128, tokens=1000)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_a_decode_step_does_not_wait():
     """torch refuses what it knows to wait."""
     cache = pq.KVCache("balanced", head_dim=128)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 from polarquant_nb.arrays import torch_name
 from polarquant_nb.gpu_bias import BiasLogits
@@ -17,6 +18,7 @@ from polarquant_nb.gpu_codec import (
     simulated_threads,
     tables,
 )
+from polarquant_nb.gpu_exact import SCORES
 from polarquant_nb.kernels.attention_cpu import LOG2_E
 from polarquant_nb.layout import PAGE
 from polarquant_nb.preconditioning import rotary_bias
@@ -83,9 +85,9 @@ def attend_rows(
         return out.to(dtype), lse
     key = id(values), per_row, q.dtype, dtype, longest
     plan = keys.prepared.get(key)
-    if plan is None or plan.values is not values:
+    if plan is None or plan.values() is not values:
         plan = keys.prepared[key] = _Plan.make(q, keys, values, per_row, longest, dtype)
-    return plan.run(q, logits, mask, causal)
+    return plan.run(q, keys, values, logits, mask, causal)
 
 
 def _torch(tensor: Tensor) -> Any:
@@ -96,11 +98,14 @@ def _torch(tensor: Tensor) -> Any:
 
 @dataclass(eq=False)
 class _Plan:
-    """Three launches, or four, for calls that differ in the queries' numbers only."""
+    """Three launches, or four, for calls that differ in the queries' numbers only.
+
+    The keys hold on to it, so it must not hold on to them, or to values that may be the same:
+    a cycle keeps their memory from torch until Python looks for cycles.
+    """
 
     here: Launcher
-    keys: DeviceRows
-    values: DeviceRows
+    values: ref[DeviceRows]
     k_tables: Tables
     v_tables: Tables
     rotate: Any
@@ -140,7 +145,7 @@ class _Plan:
         address = here.address
         # the rotations' kernels do not depend on the bits
         return _Plan(
-            here, keys, values, k_tables, v_tables,
+            here, ref(values), k_tables, v_tables,
             here.kernel("rotate", program_of(keys.format, bare=True), element),
             here.kernel("attend", k, values=v, group=group),
             here.kernel("merge", program_of(values.format, bare=True), result, group=group),
@@ -156,10 +161,11 @@ class _Plan:
         )  # fmt: skip
 
     def run(
-        self, q: Tensor, logits: Logits, mask: Tensor | None, causal: int
-    ) -> tuple[Tensor, Tensor]:
+        self, q: Tensor, keys: DeviceRows, values: DeviceRows, logits: Logits,
+        mask: Tensor | None, causal: int,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         batch, heads, q_len, d = q.shape
-        rows, width = self.keys.starts.shape[0], self.values.format.head_dim
+        rows, width = keys.starts.shape[0], values.format.head_dim
         if self.bias is not None:
             logits_of_bias = self.bias.run(q, logits.scale)
             if mask is not None:
@@ -181,7 +187,7 @@ class _Plan:
             tops = outs + 4 * vectors * width
             totals = tops + 4 * vectors
         rotation, pages, back = self.addresses
-        k_columns, v_columns = self.keys.starts.shape[1], self.values.starts.shape[1]
+        k_columns, v_columns = keys.starts.shape[1], values.starts.shape[1]
         bias: Tensor = lse  # any address, if there is none
         bias_strides: tuple[int, ...] = (0, 0, 0, 0)
         if mask is not None:
@@ -191,10 +197,10 @@ class _Plan:
             )
         with self.here.active():
             stream = self.here.stream()
-            tiles = -(-num_queries // 8), 1
+            blocks = num_queries, 1
             self.rotate.launch(
-                tiles, stream, address(q), rotated, *rotation, logits.scale * LOG2_E, num_queries,
-                heads, q_len, self.per_row, self.k_tables.heads, *q.stride(),
+                blocks, stream, address(q), rotated, *rotation, logits.scale * LOG2_E, heads, q_len,
+                self.per_row, self.k_tables.heads, *q.stride(),
             )  # fmt: skip
             self.attend.launch(
                 (rows * self.groups, self.ranges), stream, rotated, *pages, address(bias), outs,
@@ -203,7 +209,7 @@ class _Plan:
                 *bias_strides, causal,
             )  # fmt: skip
             self.merge.launch(
-                tiles, stream, outs, tops, totals, address(out), address(lse), *back, num_queries,
+                blocks, stream, outs, tops, totals, address(out), address(lse), *back,
                 self.per_row, self.groups, self.ranges, self.v_tables.heads,
             )  # fmt: skip
         return out, lse
@@ -220,40 +226,48 @@ def _by_page_groups(
     torch = _torch(q)
     batch, heads, q_len, d = q.shape
     rows, width = keys.starts.shape[0], values.format.head_dim
-    scaled = q.float().reshape(rows, -1, d) * (logits.scale * LOG2_E)
-    n = scaled.shape[1]
+    # rows, heads that share one, their queries
+    scaled = q.float().reshape(rows, -1, q_len, d) * (logits.scale * LOG2_E)
+    group = scaled.shape[1]
     cap = logits.softcap * LOG2_E
-    out = scaled.new_zeros((rows, n, width))
-    top = scaled.new_full((rows, n, 1), -float("inf"))
-    total = scaled.new_zeros((rows, n, 1))
-    lengths = keys.lengths[:, None, None]
-    place = torch.arange(1 - q_len, 1, device=q.device).repeat(n // q_len)[:, None]
+    out = scaled.new_zeros((rows, group, q_len, width))
+    top = scaled.new_full((rows, group, q_len, 1), -float("inf"))
+    total = scaled.new_zeros((rows, group, q_len, 1))
+    lengths = keys.lengths[:, None, None, None]
+    place = torch.arange(1 - q_len, 1, device=q.device)[:, None]
     last = lengths + place + (causal - 2)  # token that each query sees, if causal
+    step = max(1, SCORES // (rows * group * min(length, _PREFILL_TOKENS)))
     for start in range(0, length, _PREFILL_TOKENS):
         stop = min(start + _PREFILL_TOKENS, length)
         k = scaled.new_empty((rows, stop - start, d))
         v = scaled.new_empty((rows, stop - start, width))
         decode_rows(keys, start, stop, k)
         decode_rows(values, start, stop, v)
-        scores = scaled @ k.transpose(1, 2)
-        if cap:
-            scores = cap * torch.tanh(scores / cap)
-        if mask is not None:
-            part = mask.expand(batch, heads, q_len, length)[..., start:stop]
-            scores = scores + part.reshape(rows, n, -1) * LOG2_E
         token = torch.arange(start, stop, device=q.device)
-        if causal:
-            scores = scores.masked_fill(token > last, -float("inf"))
-        if stop > keys.shortest:  # what is decoded beyond a row's end is anything
-            beyond = token >= lengths
-            scores = scores.masked_fill(beyond, -float("inf"))
-            v = v.masked_fill(beyond.transpose(1, 2), 0)
-        now = torch.maximum(top, scores.amax(-1, keepdim=True))
-        base = now.masked_fill(now == -float("inf"), 0.0)
-        factor, weights = torch.exp2(top - base), torch.exp2(scores - base)
-        total = total * factor + weights.sum(-1, keepdim=True)
-        out = out * factor + weights @ v
-        top = now
+        beyond = token >= lengths if stop > keys.shortest else None
+        if beyond is not None:  # what is decoded beyond a row's end is anything
+            v = v.masked_fill(beyond[:, 0].transpose(1, 2), 0)
+        for first in range(0, q_len, step):
+            part = slice(first, min(first + step, q_len))
+            scores = scaled[:, :, part].flatten(1, 2) @ k.transpose(1, 2)
+            scores = scores.unflatten(1, (group, -1))
+            if cap:
+                scores = cap * torch.tanh(scores / cap)
+            if mask is not None:
+                added = mask.expand(batch, heads, q_len, length)[:, :, part, start:stop]
+                scores = scores + added.reshape(scores.shape) * LOG2_E
+            if causal:
+                scores = scores.masked_fill(token > last[:, :, part], -float("inf"))
+            if beyond is not None:
+                scores = scores.masked_fill(beyond, -float("inf"))
+            before = top[:, :, part]
+            now = torch.maximum(before, scores.amax(-1, keepdim=True))
+            base = now.masked_fill(now == -float("inf"), 0.0)
+            factor, weights = torch.exp2(before - base), torch.exp2(scores - base)
+            total[:, :, part] = total[:, :, part] * factor + weights.sum(-1, keepdim=True)
+            sums = (weights.flatten(1, 2) @ v).unflatten(1, (group, -1))
+            out[:, :, part] = out[:, :, part] * factor + sums
+            top[:, :, part] = now
     lse = (top + torch.log2(total)) / LOG2_E
     out = torch.where(total == 0, 0.0, out / total)
     shape = batch, heads, q_len

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from polarquant_nb.cache_state import CacheState
     from polarquant_nb.queries import Logits
 
-__all__ = ["add_exact", "attend_exact", "merge"]
+__all__ = ["SCORES", "add_exact", "attend_exact", "merge"]
 
 Tensor = Any
 
-_SCORES = 2**26
+SCORES = 2**26
 """Scores held at a time."""
 
 
@@ -124,7 +124,7 @@ def attend_exact(
         mask = mask.reshape(mask.shape[0], kv_heads, group, *mask.shape[2:])
     elif mask is not None:
         mask = mask[:, :, None]
-    step = max(1, _SCORES // max(1, batch * kv_heads * group * tokens))
+    step = max(1, SCORES // max(1, batch * kv_heads * group * tokens))
     parts = []
     for first in range(0, max(1, q_len), step):
         here = slice(first, min(first + step, q_len))

@@ -32,7 +32,7 @@ __all__ = ["AttentionPlan", "make_attend", "make_merge", "make_rotate", "query_g
 float32 = np.float32
 
 QUERY_LANES = 8
-"""Queries that are rotated together."""
+"""Lanes of a query's tile, of which it is the first: as few as a tile can have."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def make_rotate(program: Program, element: str, threads: int = THREADS) -> Calla
     Returns
     -------
     callable
-        Kernel; a block for each 8 queries.
+        Kernel; a block for each query.
     """
     tile = Tile(program, threads, QUERY_LANES)
     D, N, LANES, PIECES = program.head_dim, tile.n, tile.lanes, tile.pieces
@@ -144,24 +144,21 @@ def make_rotate(program: Program, element: str, threads: int = THREADS) -> Calla
     dense_rows = stage(stages.multiply_dense, pieces=PIECES)
     end_rotation = stage(stages.end_rotation)
 
-    def rotate_queries(q, out, signs, order, mix, dense, scale, num_queries, num_heads, q_len,
-                       per_row, heads, batch_stride, head_stride, query_stride,
-                       coordinate_stride):  # fmt: skip
+    def rotate_queries(q, out, signs, order, mix, dense, scale, num_heads, q_len, per_row, heads,
+                       batch_stride, head_stride, query_stride, coordinate_stride):  # fmt: skip
         """Queries ``(batch, num_heads, q_len, d)`` of any strides, to neighbouring vectors."""
         T = cuda.shared.array(TILE, float32, alignment=ALIGNMENT)
         bad = cuda.shared.array(BAD, float32, alignment=ALIGNMENT)
         # blockDim, not a constant: NVVM would unroll loops, and hoist what fills all registers
         thread, step = cuda.threadIdx.x, cuda.blockDim.x
         lane, piece = thread % LANES, thread // LANES
-        first = cuda.blockIdx.x * LANES
-        for t in range(LANES):
-            query = min(first + t, num_queries - 1)
-            batch, rest = query // (num_heads * q_len), query % (num_heads * q_len)
-            index = batch * batch_stride + rest // q_len * head_stride + rest % q_len * query_stride
-            for i in range(thread, D, step):
-                load(0, q, index + i * coordinate_stride, scale, T, i * N + t)
+        query = cuda.blockIdx.x
+        batch, rest = query // (num_heads * q_len), query % (num_heads * q_len)
+        index = batch * batch_stride + rest // q_len * head_stride + rest % q_len * query_stride
+        for i in range(thread, D, step):
+            load(0, q, index + i * coordinate_stride, scale, T, i * N)
         bad[piece * N + lane] = float32(0)
-        sign = min(first + lane, num_queries - 1) // per_row % heads * (2 * D)
+        sign = query // per_row % heads * (2 * D)
         cuda.syncthreads()
         for b in range(piece, BLOCKS, PIECES):
             start_block(lane, b, signs, sign, T, bad, piece * N)
@@ -177,10 +174,8 @@ def make_rotate(program: Program, element: str, threads: int = THREADS) -> Calla
         elif HAAR:
             dense_rows(lane, piece, dense, T)
         cuda.syncthreads()
-        for t in range(LANES):
-            if first + t < num_queries:
-                for i in range(thread, D, step):
-                    out[(first + t) * D + i] = T[i * N + t]
+        for i in range(thread, D, step):
+            out[query * D + i] = T[i * N]
 
     return compiled_kernel(rotate_queries)
 
@@ -214,7 +209,6 @@ def make_attend(
     PARTIAL, QUERIES, SCORES = plan.partial(CHUNK), D * G, PAGE * G
     K_TABLE, V_TABLE = (2 * TABLE * len(p.level_bits) for p in (keys, values))
     PARTS = min(16, threads // G)
-    PART = PAGE // PARTS if PAGE % PARTS == 0 else PAGE // PARTS + 1
     BEST, SUMS = PARTS * G, RUN * G
     K_OFFSET, V_OFFSET = keys.offset is not None, values.offset is not None
     K_OFFSET_WORD, V_OFFSET_WORD = (p.layout.offset_word for p in (keys, values))
@@ -315,12 +309,12 @@ def make_attend(
                                  (chunk + t) * G + g)  # fmt: skip
             cuda.syncthreads()
             if thread < BEST:
-                g, part = thread // PARTS, thread % PARTS
-                count = max(0, min(PART, PAGE - part * PART))
-                largest(0, S, part * PART * G + g, G, count, best, thread)
+                # threads take scores next to each other, which are in different banks
+                count = (SCORES - thread + BEST - 1) // BEST
+                largest(0, S, thread, BEST, count, best, thread)
             cuda.syncthreads()
             if thread < G:
-                new_top(0, best, thread * PARTS, PARTS, top, factor, total, thread)
+                new_top(0, best, thread, G, PARTS, top, factor, total, thread)
             cuda.syncthreads()
             for i in range(thread, SCORES, step):
                 weigh(0, S, i, top, i % G)
@@ -330,15 +324,14 @@ def make_attend(
                     stage_value(0, v_words, v_word, chunk + t, chunk + t < tokens, v_table, R, C, t)
                 cuda.syncthreads()
                 if chunk == 0 and thread < BEST:
-                    g, part = thread // PARTS, thread % PARTS
-                    count = max(0, min(PART, PAGE - part * PART))
+                    count = (SCORES - thread + BEST - 1) // BEST
                     best[thread] = float32(0)
-                    add_up(0, S, part * PART * G + g, G, count, best, thread)
+                    add_up(0, S, thread, BEST, count, best, thread)
                 if run < DV // RUN:
                     add_runs(own, run, v_table, R, C, S, chunk, v_mean, factor, chunk == 0, sums)
             cuda.syncthreads()
             if thread < G:
-                add_up(0, best, thread * PARTS, 1, PARTS, total, thread)
+                add_up(0, best, thread, G, PARTS, total, thread)
         cuda.syncthreads()
         if thread < G:
             tops[item * G + thread] = top[thread]
@@ -367,7 +360,7 @@ def make_merge(
     Returns
     -------
     callable
-        Kernel; a block for each 8 queries.
+        Kernel; a block for each query.
     """
     tile = Tile(program, threads, QUERY_LANES)
     D, N, LANES, PIECES = program.head_dim, tile.n, tile.lanes, tile.pieces
@@ -384,21 +377,22 @@ def make_merge(
     finish_rows = stage(stages.finish_rows)
     store = stage(stages.store_tile, element=element, lanes=LANES, threads=threads)
 
-    def merge_ranges(outs, tops, totals, out, lse, signs, inverse_order, mix, dense, num_queries,
-                     per_row, groups, ranges, heads):  # fmt: skip
-        """Results of ``num_queries`` queries, rows of ``per_row`` one after another."""
+    def merge_ranges(outs, tops, totals, out, lse, signs, inverse_order, mix, dense, per_row,
+                     groups, ranges, heads):  # fmt: skip
+        """Results of queries, rows of ``per_row`` one after another.
+
+        A block for each, as ranges have to be gone through one by one.
+        """
         T = cuda.shared.array(TILE, float32, alignment=ALIGNMENT)
         # blockDim, not a constant: NVVM would unroll loops, and hoist what fills all registers
         thread, step = cuda.threadIdx.x, cuda.blockDim.x
         lane, piece = thread % LANES, thread // LANES
-        first = cuda.blockIdx.x * LANES
-        for t in range(LANES):
-            query = min(first + t, num_queries - 1)
-            row, n = query // per_row, query % per_row
-            item = (row * groups + n // G) * ranges * G + n % G
-            for i in range(thread, D, step):
-                merge(0, outs, tops, totals, item, ranges, i, T, i * N + t, lse, query)
-        sign = min(first + lane, num_queries - 1) // per_row % heads * (2 * D)
+        query = cuda.blockIdx.x
+        row, n = query // per_row, query % per_row
+        item = (row * groups + n // G) * ranges * G + n % G
+        for i in range(thread, D, step):
+            merge(0, outs, tops, totals, item, ranges, i, T, i * N, lse, query)
+        sign = query // per_row % heads * (2 * D)
         cuda.syncthreads()
         if HADAMARD:
             for b in range(piece, BLOCKS, PIECES):
@@ -414,6 +408,6 @@ def make_merge(
         elif HAAR:
             dense_rows(lane, piece, dense, T)
         cuda.syncthreads()
-        store(0, thread, T, 0, num_queries - first, out, first * D)
+        store(0, thread, T, 0, 1, out, query * D)
 
     return compiled_kernel(merge_ranges)

@@ -266,13 +266,16 @@ def largest_score(
 
 
 def new_top(
-    L: Any, program: Program, best: Any, first: Index, count: Index, top: Any, factor: Any,
-    total: Any, g: Index,
+    L: Any, program: Program, best: Any, first: Index, step: Index, count: Index, top: Any,
+    factor: Any, total: Any, g: Index,
 ) -> None:  # fmt: skip
-    """The largest score so far of query g, and by which factor older sums and totals shrink."""
+    """The largest score so far of query g, and by which factor older sums and totals shrink.
+
+    It is among the old one and ``count`` numbers ``step`` apart.
+    """
 
     def compare(i: Index, largest: list[Vector]) -> list[Vector]:
-        score = L.splat(best, i + first)
+        score = L.splat(best, i * step + first)
         return [L.where(score > largest[0], score, largest[0])]
 
     before = L.splat(top, g)

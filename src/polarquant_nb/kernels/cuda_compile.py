@@ -42,10 +42,10 @@ Capability = tuple[int, int]
 ARGUMENTS = {
     "encode": "EUIFUFFFCiiiilllli",
     "decode": "UIFUFFFEiiiiii",
-    "rotate": "EFFUFFfiiiiillll",
+    "rotate": "EFFUFFfiiiillll",
     "bias": "EFFFFfiiiiiiiillll",
     "attend": "FUIFUIFIFFFFiiiiifiiilllli",
-    "merge": "FFFEFFUFFiiiii",
+    "merge": "FFFEFFUFFiiii",
     "exact": "EEEIFFEFiiiiffilll",
 }
 
@@ -84,14 +84,18 @@ class KernelSpec:
     def launch_bounds(self) -> tuple[int, ...]:
         """Threads of a block, and how many blocks a multiprocessor has to hold at least.
 
-        ptxas finds by itself what most kernels need.  Encoders that make offsets it squeezes too
-        much, and spills, unless it is told that four blocks are enough: 128 registers a thread.
-        Columns of many coordinates and codes of 6 bits take more, and so does attention to long
-        columns.  Of the 256 threads for exact tokens, two blocks are as many registers.
+        ptxas finds by itself what most kernels need.  Attention to a few queries, and encoders that
+        make offsets, it squeezes too much, and spills, unless it is told that four blocks are
+        enough: 128 registers a thread.  Columns of many coordinates and codes of 6 bits take more,
+        and so does attention to long columns, or of 8 queries.  Of the 256 threads for exact
+        tokens, two blocks are as many registers.
         """
-        is_long = self.program.head_dim > 128
+        programs = (self.program,) if self.values is None else (self.program, self.values)
+        is_long = max(program.head_dim for program in programs) > 128
         if self.name == "exact" or (self.name == "attend" and is_long):
             return self.threads, 2
+        if self.name == "attend" and self.group <= 4:
+            return self.threads, 4
         if self.name != "encode" or self.program.offset is None:
             return (self.threads,)
         return self.threads, 2 if is_long or max(self.program.level_bits) > 5 else 4

@@ -71,7 +71,6 @@ def make_exact(
     PITCH = -(-TILE // (SLOTS * TURNS)) * SLOTS * TURNS + 1  # odd: sixteen rows, sixteen banks
     PARTIAL, ROOM = PARTS * PITCH, PIECES * DV
     BEST = min(16, threads)
-    PART = -(-TILE // BEST)
 
     stage, of_values = (partial(device_stage, program=p, stride=1) for p in (keys, values))
     load = stage(stages.load_scaled, element=element)
@@ -125,20 +124,18 @@ def make_exact(
             for t in range(thread, TILE, step):
                 finish(0, partial, t, t < n, softcap, lse, 0, 0, S, t)
             cuda.syncthreads()
-            if thread < BEST:
-                tokens = max(0, min(PART, TILE - thread * PART))
-                largest(0, S, thread * PART, 1, tokens, best, thread)
+            if thread < BEST:  # by scores next to each other, which are in different banks
+                largest(0, S, thread, BEST, (TILE - thread + BEST - 1) // BEST, best, thread)
             cuda.syncthreads()
             if thread == 0:
-                new_top(0, best, 0, BEST, top, factor, total, 0)
+                new_top(0, best, 0, 1, BEST, top, factor, total, 0)
             cuda.syncthreads()
             for t in range(thread, TILE, step):
                 weigh(0, S, t, top, 0)
             cuda.syncthreads()
             if thread < BEST:
-                tokens = max(0, min(PART, TILE - thread * PART))
                 best[thread] = float32(0)
-                add_up(0, S, thread * PART, 1, tokens, best, thread)
+                add_up(0, S, thread, BEST, (TILE - thread + BEST - 1) // BEST, best, thread)
             if thread < PIECES * WIDTH:
                 steps = (n + PIECES * UNROLL - 1) // (PIECES * UNROLL)
                 add(0, thread % WIDTH, thread // WIDTH, v, (row + first) * DV, steps, n - 1, S,

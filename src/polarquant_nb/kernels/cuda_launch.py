@@ -38,10 +38,15 @@ class Kernel:
         Threads of a block.
     call : callable
         ``cuLaunchKernel``.
+    enter : callable
+        Called in each thread before its first launch.
     """
 
-    def __init__(self, function: Any, letters: str, threads: int, call: Callable[..., Any]) -> None:
-        self.function, self.threads, self.call = function, threads, call
+    def __init__(
+        self, function: Any, letters: str, threads: int, call: Callable[..., Any],
+        enter: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self.function, self.threads, self.call, self.enter = function, threads, call, enter
         self.layout = struct.Struct("@" + "".join(_FORMATS.get(c, "P") for c in letters))
         formats = ["@" + "".join(_FORMATS.get(c, "P") for c in letters[:n]) for n in
                    range(1, len(letters) + 1)]  # fmt: skip
@@ -71,6 +76,7 @@ class Kernel:
         try:
             memory, places = self.local.memory
         except AttributeError:
+            self.enter()
             memory, places = self.local.memory = self._new_memory()
         self.layout.pack_into(memory, 0, *arguments)
         (error,) = self.call(
@@ -150,4 +156,26 @@ def _loaded(spec: KernelSpec, capability: tuple[int, int]) -> Kernel:
         raise RuntimeError(f"CUDA refused to load a kernel: {error}")
     # a library's kernel takes the place of a function in any context
     function = driver.CUfunction(int(function))
-    return Kernel(function, ARGUMENTS[spec.name], spec.threads, driver.cuLaunchKernel)
+    return Kernel(
+        function, ARGUMENTS[spec.name], spec.threads, driver.cuLaunchKernel, _enter_context
+    )
+
+
+def _enter_context() -> None:
+    """Give a thread that has no context yet that of torch's current device.
+
+    CUDA's runtime does so by itself, the driver does not: a thread that has only allocated memory,
+    which torch often has at hand, could not launch.
+    """
+    import torch
+    from cuda.bindings import driver
+
+    error, context = driver.cuCtxGetCurrent()
+    if not error and not int(context):
+        error, device = driver.cuDeviceGet(torch.cuda.current_device())
+        if not error:
+            error, context = driver.cuDevicePrimaryCtxRetain(device)
+        if not error:
+            (error,) = driver.cuCtxSetCurrent(context)
+    if error:
+        raise RuntimeError(f"CUDA has no context for this thread: {error}")
