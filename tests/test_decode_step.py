@@ -16,6 +16,8 @@ from polarquant_nb.decode_step import DecodeStep
 from polarquant_nb.kernels import team
 from polarquant_nb.kernels.call_list import CallList
 
+compiled_only = pytest.mark.skipif(NOJIT, reason="helpers run compiled code only")
+
 
 @pytest.fixture
 def steps(monkeypatch):
@@ -275,11 +277,12 @@ def test_nan_is_kept_where_it_may_be(steps):
 # ---- threads -------------------------------------------------------------------------------------
 
 
+@compiled_only
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 def test_helpers(num_threads, threads, monkeypatch):
     monkeypatch.setattr("polarquant_nb.decode_step.PAGES_PER_HELPER", 1)
     threads(num_threads)
-    assert_steps_like(*pair(600 if NOJIT else 3000), 10)
+    assert_steps_like(*pair(3000), 10)
 
 
 def test_another_number_of_threads(threads, steps):
@@ -308,7 +311,7 @@ def test_a_cache_that_goes_from_thread_to_thread():
     assert stepped.seq_len == 309
 
 
-@pytest.mark.skipif(NOJIT, reason="helpers run compiled code only")
+@compiled_only
 def test_who_waits_for_a_helper_works_alone_for_a_while(threads, monkeypatch):
     monkeypatch.setattr("polarquant_nb.decode_step.PAGES_PER_HELPER", 1)
     threads(2)
@@ -325,6 +328,7 @@ def test_who_waits_for_a_helper_works_alone_for_a_while(threads, monkeypatch):
     mine._alone, mine._next_alone = 0, team._LEAST_ALONE
 
 
+@compiled_only
 @pytest.mark.parametrize("steps_after", [0, 1, 3])
 def test_an_announced_step_may_come_or_not(steps_after, threads, monkeypatch):
     monkeypatch.setattr("polarquant_nb.decode_step.PAGES_PER_HELPER", 1)
@@ -338,7 +342,7 @@ def test_an_announced_step_may_come_or_not(steps_after, threads, monkeypatch):
         assert_steps_like(stepped, other, steps_after)
 
 
-@pytest.mark.skipif(NOJIT, reason="helpers run compiled code only")
+@compiled_only
 def test_helpers_do_not_survive_a_fork_and_are_made_anew():
     code = """
 import os, sys

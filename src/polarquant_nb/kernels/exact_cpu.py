@@ -40,8 +40,11 @@ def store_token(k, v, keys, values, kind, counts, longest, good):
         for x, limit in ((k[row], longest[0]), (v[row], longest[1])):
             wide = _widened(x, kind)
             good[0] &= np.dot(wide, wide) <= np.float32(limit * limit)
-        keys[row, counts[row]] = k[row]
-        values[row, counts[row]] = v[row]
+        slot = counts[row]
+        for i in range(k.shape[1]):  # by hand, as in encode_pages
+            keys[row, slot, i] = k[row, i]
+        for i in range(v.shape[1]):
+            values[row, slot, i] = v[row, i]
         counts[row] += 1
 
 
