@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import os
 import shutil
 import statistics
 import subprocess
@@ -33,6 +34,10 @@ from polarquant_nb.kernels.cuda_compile import ARGUMENTS, KernelSpec, program_of
 from polarquant_nb.rotations import rotation_for  # noqa: E402
 
 STREAM = 0x5EED
+
+timed = pytest.mark.skipif(
+    "COVERAGE_RUN" in os.environ, reason="coverage traces Python, which is what is timed"
+)
 
 
 class Driver:
@@ -302,6 +307,7 @@ def test_the_bias_of_keys_is_one_launch_more(driver):
     assert attend[20:25] == [1, 0, 2 * 384, 384, 1]  # there is a mask; the batch has one row
 
 
+@timed
 @pytest.mark.parametrize("parts", ["none", "scales", "scales and bias"])
 def test_python_takes_30_microseconds_a_call(driver, parts):
     """Of attention with one query a head: arguments, three or four launches, their allocations."""
@@ -384,6 +390,7 @@ def test_pages_are_found_from_the_lowest_one(driver, gpu_tensors):  # noqa: F811
         assert table.rows.starts[head].tolist() == expected
 
 
+@timed
 def test_python_of_a_decode_step(driver, gpu_tensors):  # noqa: F811
     """Appending a token and attending: two copies, four launches, and what torch allocates."""
     q, token = torch.zeros(1, 32, 1, 128).half(), torch.zeros(1, 8, 1, 128).half()
