@@ -733,6 +733,7 @@ def test_crop_select_and_repeat_of_an_empty_cache():
         (lambda c: c.select([-1]), ValueError, r"indices are \[-1\]; each must be 0 to"),
         (lambda c: c.select([True, False]), TypeError, "indices has dtype bool"),
         (lambda c: c.select([0.0]), TypeError, "indices has dtype float64; .* integers"),
+        (lambda c: c.select([[0], [0, 1]]), ValueError, r"indices is \[\[0\], .* one-dimensional"),
         (lambda c: c.select(0), ValueError, r"indices has shape \(\); it must be one-dim"),
         (lambda c: c.attend(numbers(2, 3, 1, 64)), ValueError, "q has 3 heads; .*kv_heads = 2"),
         (lambda c: c.attend(numbers(1, 4, 1, 64)), ValueError, "q has shape .* batch 2 .*cache"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import tempfile
 
 import numpy as np
 import pytest
@@ -181,6 +182,16 @@ def test_missing_folders_and_files(tmp_path):
     for load in (pq.KVCache.load, pq.PolarPages.load):
         with pytest.raises(FileNotFoundError, match="nothing"):
             load(tmp_path / "nothing")
+
+
+def test_an_open_file_is_not_taken_for_a_path():
+    """Nor closed, as what ``open`` returns for its number would be."""
+    with tempfile.TemporaryFile() as file:
+        for kind in (pq.KVCache, pq.PolarPages, pq.Codebooks, pq.Calibration):
+            with pytest.raises(TypeError, match="PathLike"):
+                kind.load(file.fileno())
+        file.write(b"still open")
+        file.flush()
 
 
 def test_without_safetensors(path, monkeypatch):

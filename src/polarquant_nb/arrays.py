@@ -171,7 +171,10 @@ def open_integers(x: Any, name: str) -> list[int]:
     ValueError
         If it is not one-dimensional.
     """
-    array = np.asarray(x.detach().cpu().numpy() if hasattr(x, "detach") else x)
+    try:
+        array = np.asarray(x.detach().cpu().numpy() if hasattr(x, "detach") else x)
+    except ValueError as error:
+        raise ValueError(f"{name} is {x!r}; it must be one-dimensional") from error
     if array.size == 0:
         array = array.astype(np.int64)  # an empty list has no dtype of its own
     if array.dtype.kind not in "iu":

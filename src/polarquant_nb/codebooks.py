@@ -171,8 +171,9 @@ class Codebooks:
         ValueError
             If the file is of another kind.
         """
+        place = os.fspath(path)
         try:
-            with open(path, encoding="utf-8") as file:
+            with open(place, encoding="utf-8") as file:
                 content = json.load(file)
             if content[_FILE] != 1:
                 raise ValueError(f"version {content[_FILE]} is not known")
@@ -180,7 +181,7 @@ class Codebooks:
                 return _analytic(tuple(content["analytic"]))
             return Codebooks(content["angles"])
         except (ValueError, KeyError, TypeError) as error:
-            message = f"path is {os.fspath(path)!r}; that file does not hold codebooks: {error}"
+            message = f"path is {place!r}; that file does not hold codebooks: {error}"
             raise ValueError(message) from error
 
     @cached_property

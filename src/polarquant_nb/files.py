@@ -112,14 +112,17 @@ def reading(path: str | os.PathLike[str], what: str) -> Iterator[None]:
 
     Raises
     ------
+    TypeError
+        If ``path`` is none: an int would be taken for an open file, and closed.
     ValueError
         Instead of what damaged contents lead to.
     """
+    place = os.fspath(path)
     try:
         yield
     except (ValueError, LookupError, TypeError, _safetensors().SafetensorError) as error:
         reason = f"it lacks {error}" if isinstance(error, KeyError) else error
-        message = f"path is {os.fspath(path)!r}; that file holds no usable {what}: {reason}"
+        message = f"path is {place!r}; that file holds no usable {what}: {reason}"
         raise ValueError(message) from error
 
 
