@@ -36,7 +36,9 @@ def test_the_digest_covers_what_kernels_import():
 @pytest.mark.skipif(NOJIT, reason="nothing is compiled")
 def test_an_edited_layout_compiles_anew(tmp_path):
     """Numba knows the time of a kernel's own file, which stays what it was."""
-    shutil.copytree(PACKAGE, tmp_path / "polarquant_nb", ignore=shutil.ignore_patterns("*cache*"))
+    shutil.copytree(
+        PACKAGE, tmp_path / "polarquant_nb", ignore=shutil.ignore_patterns("__pycache__")
+    )
     code = """
 import numpy as np
 from polarquant_nb.kernels.exact_cpu import start_empty

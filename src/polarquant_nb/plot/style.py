@@ -27,6 +27,12 @@ COLOURS = (
 
 MARKERS = "os^Dv<>PXp"  # one more than colours, so that a tenth series looks like none before it
 
+# Where a name may be: its offset from what it names, in points, and which of its edges is there.
+_SIDES = [
+    ((dx, dy), {"ha": "left" if dx > 0 else "right", "va": "bottom" if dy > 0 else "top"})
+    for dx, dy in ((4, 3), (-4, -3), (4, -3), (-4, 3))
+]
+
 
 def new_axes(rows: int, columns: int, size: tuple[float, float]) -> Any:
     """Axes of a new figure of pyplot.
@@ -122,12 +128,6 @@ def label_points(ax: Any, labels: list[tuple[float, float, str]]) -> None:
         taken.append(boxes[best])
         for text in drawn[:best] + drawn[best + 1 :]:
             text.remove()
-
-
-_SIDES = [
-    ((dx, dy), {"ha": "left" if dx > 0 else "right", "va": "bottom" if dy > 0 else "top"})
-    for dx, dy in ((4, 3), (-4, -3), (4, -3), (-4, 3))
-]
 
 
 def _overlap(a: Any, b: Any) -> float:
